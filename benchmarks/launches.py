@@ -1,12 +1,14 @@
 """What a GPU would launch for a MoE layer, the bytes that it would move, and the time that follows, without a GPU.
 
-    python -m benchmarks.launches [--tokens 4096 --hidden 7168 --experts 32 --topk 8 --ffn 2048]
+    python -m benchmarks.launches [--tokens 4096 --hidden 7168 --experts 32 --topk 8 --ffn 2048 --ep 1]
 
 One layer of one rank runs forward and backward on torch's meta device, as it would on CUDA. Every operation of torch
 that is no view is a launch (a grouped product is two: it writes its pointers first), and reads or writes each of its
-tensors once, what it changes in place twice; so is and does each of our kernels. With a memory bandwidth and a rate of
-the products that makes an estimate of the layer's time. `--kernels torch` counts the form in torch's operations, and
-needs no Triton. `--sums` counts what adding the weights' gradients to their fp32 sums takes too.
+tensors once, what it changes in place twice; so is and does each of our kernels. With a memory bandwidth, a rate of
+the products and one of the links between cards that makes an estimate of the layer's time on the device; with a time
+for each launch, of the host's. `--ep` counts expert parallelism, with the same number of rows to and from each rank.
+`--kernels torch` counts the form in torch's operations, and needs no Triton. `--sums` counts what adding the weights'
+gradients to their fp32 sums takes too.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -41,21 +44,30 @@ IN_PLACE = ("add_", "mul_", "div_", "clamp_")
 RATES = {torch.bfloat16: 600e12, torch.float16: 600e12, torch.float32: 45e12}
 BANDWIDTH = 4.3e12
 SMALLEST = 3e-6
+# Of an exchange between cards of one node: NVLink's bytes a second, each way, as published.
+LINK = 450e9
+EXCHANGE = "alltoall_base_"
 
 
 @dataclass(frozen=True)
 class Launched:
-    """One operation. size: bytes read and written. flops: of a product, and the dtype of its operands."""
+    """One operation.
+
+    size: bytes read and written. flops: of a product, and the dtype of its operands. sent: bytes to other cards.
+    """
 
     name: str
     launches: int
     size: int
     flops: int = 0
     dtype: torch.dtype = torch.float32
+    sent: int = 0
 
     @property
     def seconds(self) -> float:
         """The time at the assumed rates."""
+        if self.sent:
+            return max(self.sent / LINK, SMALLEST)
         product = self.flops / RATES[self.dtype] if self.flops else 0.0
         return max(self.size / BANDWIDTH, product, SMALLEST * self.launches)
 
@@ -74,8 +86,11 @@ class Launches(TorchDispatchMode):
         empty = any(one.is_sparse for one in tensors)  # what is handed on in place of a gradient that was added
         if tensors and name not in NO_LAUNCH and not is_view(func) and not empty:
             size = sum(touched(one) for one in tensors) + (touched(args[0]) if name in IN_PLACE else 0)
-            count = 2 if name == "_grouped_mm" else 1
-            self.found.append(Launched(name, count, size, flops(name, args), tensors[0].dtype))
+            count, sent = 2 if name == "_grouped_mm" else 1, 0
+            if name == EXCHANGE:  # one part of the rows stays here
+                ranks = dist.get_world_size()
+                sent = touched(args[1]) * (ranks - 1) // ranks
+            self.found.append(Launched(name, count, size, flops(name, args), tensors[0].dtype, sent))
         return result
 
     def seen(self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -126,29 +141,50 @@ def summed(weight: Any) -> Any:
 
 
 def of_layer(
-    tokens: int, hidden: int, experts: int, topk: int, ffn: int, kernels: str = "triton", sums: str = "none"
+    tokens: int,
+    hidden: int,
+    experts: int,
+    topk: int,
+    ffn: int,
+    kernels: str = "triton",
+    sums: str = "none",
+    ep: int = 1,
+    shared: int = 0,
+    **settings: Any,
 ) -> tuple[list[Launched], list[Launched]]:
-    """Return what one rank's layer launches forward, and backward, in bf16, without a shared expert.
+    """Return what one rank's layer launches forward, and backward, in bf16.
 
-    sums: whether the weights' gradients are also added to fp32 sums: "none", "added" when autograd hands them on, as
-    the engine's DistributedDataParallel does, or "fused", in the product (`--gradient-accumulation-fusion`).
+    Args:
+        tokens: of this rank. experts: of all `ep` ranks. shared: the width of a shared expert; 0: there is none.
+        sums: whether the weights' gradients are also added to fp32 sums: "none", "added" when autograd hands them on,
+            as the engine's DistributedDataParallel does, or "fused", in the product (`--gradient-accumulation-fusion`).
+        settings: of the engine's configuration, or of our own with the schema's names.
     """
     from benchmarks.contestants import engine_config
     from benchmarks.problem import Shape
     from megatron_moe import platform
     from megatron_moe.config import schema
     from megatron_moe.kernels.choice import launches_seen_by
+    from megatron_moe.moe.dispatch import AllToAllDispatcher
     from megatron_moe.moe.layer import MoELayer
     from megatron_moe.parallel import groups
     from megatron_moe.platform import env_vars
 
-    shape = Shape(tokens, hidden, experts, topk, ffn, 0)
-    groups.initialize(schema.Run())
+    run = schema.build({"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "expert_model_parallel_size": ep})
+    groups.fake_world(run, 0, ep)
     form = mock.patch.dict(env_vars.chosen, {env_vars.KERNELS: kernels})
+    own = {name: settings.pop(name) for name in ("fp8_format",) if name in settings}
+    settings |= {"moe_shared_expert_intermediate_size": shared or None, "expert_model_parallel_size": ep}
+    settings |= {"gradient_accumulation_fusion": sums == "fused", "use_cpu_initialization": True}
     try:
         with form, platform.fake_device("cuda", {}), torch.device("meta"):
-            fused = {"moe_shared_expert_intermediate_size": None, "gradient_accumulation_fusion": sums == "fused"}
-            layer = MoELayer(engine_config(shape, torch.bfloat16, **fused), layer_number=1).train()
+            config = engine_config(Shape(tokens, hidden, experts, topk, ffn, shared), torch.bfloat16, **settings)
+            vars(config).update(own)
+            layer = MoELayer(config, layer_number=1).train()
+            dispatcher = getattr(layer.dispatcher, "inner", layer.dispatcher)
+            if isinstance(dispatcher, AllToAllDispatcher):  # what it would read from the device
+                vars(dispatcher)["splits"] = lambda _: ([tokens * topk // ep] * ep,) * 2
+            vars(dispatcher)["rows_here"] = lambda _: tokens * topk
             hooks = [] if sums == "none" else [summed(weight) for weight in layer.parameters()]
             rows = torch.empty(tokens, 1, hidden, dtype=torch.bfloat16, requires_grad=True)
             launches = Launches()
@@ -166,12 +202,14 @@ def of_layer(
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line a launch, and what they come to."""
     parser = argparse.ArgumentParser(prog="benchmarks.launches", description=(__doc__ or "").splitlines()[0])
-    sizes = {"tokens": 4096, "hidden": 7168, "experts": 32, "topk": 8, "ffn": 2048}
+    sizes = {"tokens": 4096, "hidden": 7168, "experts": 32, "topk": 8, "ffn": 2048, "ep": 1, "shared": 0}
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
     parser.add_argument("--kernels", choices=("triton", "torch"), default="triton", help="default: triton")
     parser.add_argument("--sums", choices=("none", "added", "fused"), default="none", help="default: none")
+    parser.add_argument("--host-us", type=float, default=60, help="microseconds of the host for a launch; default: 60")
     args = parser.parse_args(argv)
+    host = vars(args).pop("host_us")
     passes = of_layer(**vars(args))
     for title, found in zip(("forward", "backward"), passes, strict=True):
         print(f"{title:40} launches      GB    TFLOP     ms")
@@ -185,6 +223,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{seconds * 1e3:.2f} ms, {work / seconds / 1e12:.0f} TFLOP/s, estimated at {BANDWIDTH / 1e12} TB/s and {RATES}"
     )
+    if args.ep > 1:
+        print(f"{sum(one.sent for one in every) / 1e9:.2f} GB to other cards, at {LINK / 1e9:.0f} GB/s")
+    print(f"the host: {launches * host / 1e3:.2f} ms, at {host:g} us a launch")
     return 0
 
 

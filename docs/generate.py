@@ -6,7 +6,10 @@ figures are in `docs/reference/figures/*.yaml`. `--check` writes nothing, and fa
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import yaml
@@ -29,6 +32,7 @@ def pages() -> dict[Path, str]:
     """Return every generated page: its path and its text."""
     reference = DOCS / "reference"
     found = {reference / "flags.md": flags_page()}
+    found[reference / "api" / "index.md"] = api_page()
     found[reference / "megatron_defaults.md"] = megatron_defaults_page()
     published = sorted(name for name in PRESETS if (RECIPES / f"{name}.yaml").exists())
     for name in published:
@@ -63,6 +67,46 @@ def flags_page() -> str:
                 cells = [f"`{entry.typed}`", entry.text]
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
+
+
+API = {
+    "megatron_moe_tools.api": ("Settings", "train", "RunResult", "load_model", "save_hf", "Model"),
+    "megatron_moe.training.callback": ("Callback", "Step"),
+    "megatron_moe.training.step": ("StepResult",),
+    "megatron_moe.engine.adam": ("Adam",),
+}
+PARTS = {
+    "megatron_moe.moe.router": ("TopKRouter",),
+    "megatron_moe.moe.layer": ("MoELayer",),
+    "megatron_moe.model.float16_module": ("Float16Module",),
+    "megatron_moe.training.finalize_model_grads": ("finalize_model_grads",),
+}
+"""Module -> what the page of the Python interface describes from its docstrings."""
+
+
+def api_page() -> str:
+    """Return the page of the Python interface: tables that read anywhere, and what the site puts docstrings in for."""
+    lines = ["# API", "", NOTE, "", "[Train from Python](../../guides/python.md) shows how to use it."]
+    of_parts = "## Parts for a megatron-core program\n\nImport `megatron_moe` before `megatron.core`."
+    for head, modules in (("## Programs", API), (of_parts, PARTS)):
+        rows: list[tuple[str, ...]] = []
+        directives = []
+        for module, names in modules.items():
+            for name in names:
+                rows += api_rows(name, getattr(import_module(module), name))
+                directives.append(f"::: {module}.{name}")
+                if name == "StepResult":
+                    directives[-1] += "\n    options:\n      inherited_members: true"
+        lines += ["", head, "", table(("name", "what it is"), rows), "", "\n\n".join(directives)]
+    return "\n".join(lines)
+
+
+def api_rows(name: str, entry: object) -> list[tuple[str, str]]:
+    """Return the row of a class or function: its arguments or public names, and how its docstring begins."""
+    begin = re.split(r"[.,;:(]", inspect.getdoc(entry) or "", maxsplit=1)[0]
+    if inspect.isfunction(entry):
+        name = f"{name}({', '.join(inspect.signature(entry).parameters)})"
+    return [(f"`{name}`", " ".join(begin.split()))]
 
 
 def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -124,7 +168,7 @@ def preset_page(name: str) -> str:
 
 {NOTE}
 
-Family [{family}](../families/{family}.md); `{recipe}` has its layout, memory and rates.
+Family [{family}](../families/{family}.md); recipe `{recipe}`.
 
 {table(("", ""), rows)}
 """
@@ -174,8 +218,7 @@ def family_page(family: Family, published: list[str]) -> str:
 
 {table(("", ""), rows)}
 
-Both directions, every layout, and training go on from such a folder:
-[continue a model](../../start/continue_a_model.md), [conversion](../../guides/conversion.md).
+How: [continue a model](../../start/continue_a_model.md), [conversion](../../guides/conversion.md).
 """
 
 

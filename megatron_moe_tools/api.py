@@ -62,9 +62,11 @@ if TYPE_CHECKING:
     from megatron_moe.engine.adam import Adam
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Settings:
     """The settings of a run, checked for names and types; `train` checks that they go together.
+
+    `Settings(load_hf="models/qwen", bf16=True)` has flags by name, `from_preset` and `from_yaml` begin with others.
 
     Attributes:
         command: the words of the command line that means the same.
@@ -73,6 +75,16 @@ class Settings:
 
     command: tuple[str, ...]
     run: Run = field(repr=False, compare=False)
+
+    def __init__(self, **flags: Any) -> None:
+        words: list[str] = []
+        for name, value in flags.items():
+            words += _words(name, value)
+        self._set(tuple(words))
+
+    def _set(self, command: tuple[str, ...]) -> None:
+        object.__setattr__(self, "command", command)
+        object.__setattr__(self, "run", parse(list(command), launched_world()[1]))
 
     @classmethod
     def from_flags(cls, flags: str | Sequence[str], **changes: Any) -> Settings:
@@ -94,7 +106,9 @@ class Settings:
                 kept += group
         for name, value in changes.items():
             kept += _words(name, value)
-        return cls(tuple(kept), parse(kept, launched_world()[1]))
+        settings = cls.__new__(cls)
+        settings._set(tuple(kept))
+        return settings
 
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Settings:
@@ -194,7 +208,9 @@ class Model(torch.nn.Module):
         """
         _join(self.settings)
         ids = self._ids(prompt)
-        end = () if self.tokenizer is None else (self.tokenizer.eod,)
+        end = []
+        if self._trained_with is not None and self._trained_with.eos is not None:
+            end.append(self._trained_with.eos)
         left = self.settings.derived.max_position_embeddings - len(ids)
         new_tokens = min(64, left) if max_new_tokens is None else max_new_tokens
         if not 1 <= new_tokens <= left:
@@ -321,6 +337,10 @@ def train(
         optimizer: a subclass of `Adam` that overrides `update`.
         callbacks: see `Callback`. sinks: see `megatron_moe.report.Sink`.
 
+    An error in data or loss on one rank is raised there as it is, and on the others as a RunFault that names the rank.
+    A rank that has not left `train` after 30 s, in C code say, is ended. After an error SIGTERM is ignored until the
+    next call: torchrun sends it to all ranks when the first one ends, and SIGKILL 30 s later.
+
     Raises:
         ConfigError: a mistake in settings, data or folders, found before anything is allocated.
         RunFault: the run cannot go on.
@@ -351,6 +371,7 @@ def train(
             callbacks=[*callbacks, kept] if world_size == 1 else callbacks,
             page_sink=page_sink,
             parts=ProgramParts(data, valid_data, loss, optimizer),
+            ends_process=False,
         )
     finally:
         _running.clear()

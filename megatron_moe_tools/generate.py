@@ -179,13 +179,12 @@ def _ends(source: ModelSource, tokenizer: Tokenizer, flags: argparse.Namespace) 
     """Return the tokens to stop after: the tokenizer's end, and those that an imported model came with."""
     if not flags.stop_at_eod:
         return set()
-    file = source.companions.get("generation_config.json")
-    if file is None or flags.chosen:  # ids of the tokenizer that came along
-        return {tokenizer.eod}
-    ids = _said(file, "eos_token_id")
-    if not isinstance(ids, list):
-        ids = [ids]
-    return {tokenizer.eod, *(i for i in ids if isinstance(i, int))}
+    file, ids = source.companions.get("generation_config.json"), []
+    if file is not None and not flags.chosen:  # ids of the tokenizer that came along
+        ids = _said(file, "eos_token_id")
+        if not isinstance(ids, list):
+            ids = [ids]
+    return {i for i in (tokenizer.eos, *ids) if isinstance(i, int)}
 
 
 def _said(file: Path, key: str) -> Any:

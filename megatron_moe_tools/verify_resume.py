@@ -325,6 +325,7 @@ def _replay(
         build({**plain, **changes}),
         load=str(root),
         ckpt_step=begin,
+        skip_train=False,
         eval_iters=0,
         eval_interval=0,
         exit_interval=begin + len(recorded),

@@ -1,7 +1,5 @@
 """What all tests share: a quiet thread pool, no GPU unless asked for, and the ranks of the distributed tests."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

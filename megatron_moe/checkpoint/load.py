@@ -178,7 +178,8 @@ def load(run: Run, source: CheckpointSource, trained: TrainState) -> Loaded:
         committed_steps=progress.iteration - progress.skipped_iterations,
         committed_samples=progress.committed_samples,
     )
-    notes = [*recorded, f"continuing from {source.step}", *changed, *averaged, *_load_random_state(run, source)]
+    start = "weights from" if run.training.skip_train else "continuing from"
+    notes = [*recorded, f"{start} {source.step}", *changed, *averaged, *_load_random_state(run, source)]
     return Loaded(progress, notes, recorded)
 
 

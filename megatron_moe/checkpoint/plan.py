@@ -17,6 +17,7 @@ from megatron_moe.io.texts import how_to_download, is_hub_name
 
 _DTYPES = ("bf16", "fp16")
 """Settings that decide the dtypes of weights, as `keep_fp32` does."""
+_DEFAULTS = flatten(Run())
 _COUNTS = ("iteration", "consumed_samples", "skipped_iterations", "skipped_samples")
 
 
@@ -96,7 +97,9 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
             works = "to start afresh, leave out --load, or name this folder in --save, too"
             if is_hub_name(str(root)):
                 works = f"a model of the hub is where a run begins, by --load-hf; {how_to_download(str(root))}"
-            if own:
+            if run.training.skip_train:
+                works = "--skip-train evaluates one that was saved; name its folder"
+            elif own:
                 works = f"leave out {' and '.join(demands)} to start afresh"
             raise ConfigError(f"--load {root}: {there} ({folder.LATEST} and iter_* folders are expected); {works}")
         start = "starting afresh" if options.load_hf is None else f"starting from {options.load_hf}"
@@ -119,6 +122,11 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
         differing += other_dtypes(run, config)
     if differing:
         hint = "use the checkpoint's values, which --use-checkpoint-args takes, or another folder"
+        if origin.is_of_megatron(state) and any(current[name] == _DEFAULTS[name] for name in differing):
+            hint = (
+                "it is Megatron-LM's; what the command leaves open has the defaults there with --defaults megatron, "
+                "and the checkpoint's values with --use-checkpoint-args"
+            )
         if all(name in (*_DTYPES, "keep_fp32") for name in differing):
             hint = (
                 "weights are never cast silently, and it has no fp32 main weights to make others of: use its dtypes, "
@@ -151,7 +159,7 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
         follows = name == "train_iters" and run.training.train_samples is not None
         if setting.metadata["report"] and not follows and name in config and config[name] != current[name]:
             changed.append(f"{name}: {config[name]} -> {current[name]}")
-    if changed and not source.weights_only:
+    if changed and not (source.weights_only or run.training.skip_train):
         notes.append("settings changed since the checkpoint: " + "; ".join(changed))
     return source, notes
 

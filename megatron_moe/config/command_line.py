@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import sys
@@ -309,10 +308,7 @@ def answer_help(
     else:
         shown = help_about(argv[place + 1], parser, foreign())
     if rank_that_prints() == 0:
-        try:
-            print(shown, flush=True)
-        except BrokenPipeError:  # `--help all | head`; Python would flush once more at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(shown, flush=True)
     raise SystemExit(0)
 
 

@@ -16,10 +16,10 @@ _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9a-fA-F:.]+(%\w
 
 
 def rank_that_prints() -> int:
-    """Return RANK, or 0 where it is no rank of WORLD_SIZE: the rank that prints what is wrong with it."""
+    """Return RANK, or 0 where it is no rank of WORLD_SIZE, or that is not set: the rank that prints what is wrong."""
     text = os.environ.get("RANK", "0")
     rank = int(text) if text.isascii() and text.isdigit() else 0
-    world = os.environ.get("WORLD_SIZE", "")
+    world = os.environ.get("WORLD_SIZE", "0")  # without it, no other rank is known of
     return 0 if world.isascii() and world.isdigit() and rank >= int(world) else rank
 
 
@@ -41,11 +41,17 @@ def launched_world() -> tuple[int, int]:
                     "one task"
                 )
         if rank:
-            raise ConfigError(f"RANK={rank} without WORLD_SIZE: how many ranks there are is not known; {_START}")
+            raise ConfigError(
+                f"RANK={rank} without WORLD_SIZE: how many ranks there are is not known; for one process unset RANK, "
+                f"or {_START}"
+            )
         return 0, 1
     if rank is None:
         if world > 1:
-            raise ConfigError(f"WORLD_SIZE={world} without RANK: which of the ranks this is is not known; {_START}")
+            raise ConfigError(
+                f"WORLD_SIZE={world} without RANK: which of the ranks this is is not known; for one process unset "
+                "WORLD_SIZE; for more, and for a --dry-run of more, use megatron-moe train --nproc-per-node N"
+            )
         rank = 0
     if rank >= world:
         raise ConfigError(f"RANK={rank}, WORLD_SIZE={world}: ranks are counted from 0 to {world - 1}; {_START}")

@@ -19,6 +19,10 @@ from megatron_moe.config.setting import (
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """What data-parallel ranks share, by ZeRO stage: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
+LATENT, EXPANDED = EXCHANGES = ("latent", "expanded")
+"""What context-parallel ranks exchange of latent attention: latents, or the keys and values that are made of them."""
+MOST_FLOPS_PER_BYTE = 1000
+"""FLOPs worth computing to send a byte less: 0.4 x 989 TFLOP/s of an H100 over its 300 GB/s of NVLink is 1,300."""
 
 
 @dataclass(frozen=True)
@@ -311,6 +315,12 @@ class ParallelConfig:
     )
     cp_comm_type: str = setting(
         "all_gather", "how context-parallel ranks share keys and values: all are gathered", choices=("all_gather",)
+    )
+    mla_cp_exchange: str | None = setting(
+        None,
+        "latent attention's context-parallel ranks exchange latents, which each expands, or keys and values; default: "
+        f"latent, unless a byte saved costs over {MOST_FLOPS_PER_BYTE:,} FLOPs",
+        choices=EXCHANGES,
     )
     data_parallel_sharding_strategy: str | None = setting(
         None,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
+from megatron_moe.config.model_flags import LATENT
 from megatron_moe.config.schema import Run
 
 Condition = Callable[[Run], bool]
@@ -142,7 +143,14 @@ ATTENTION = ModelPart(
             OWN,
             reduced="fp32",
             note="reduced: their gradients",
-            when=lambda run: run.parallel.context_parallel_size > 1,
+            when=lambda run: run.parallel.context_parallel_size > 1 and run.derived.mla_cp_exchange != LATENT,
+        ),
+        TensorClass(
+            "latents over CP ranks",
+            OWN,
+            reduced="fp32",
+            note="reduced: their gradients",
+            when=lambda run: run.derived.mla_cp_exchange == LATENT,
         ),
     ),
     parts={

@@ -35,7 +35,7 @@ def with_made_up_data(run: Run) -> Run:
 
     fp16 starts at a loss scale without an overflow in the first step, so that the optimizer updates the weights.
     """
-    changes: dict[str, Any] = {"eval_iters": 0, "eval_interval": 0}
+    changes: dict[str, Any] = {"eval_iters": 0, "eval_interval": 0, "skip_train": False}
     if run.training.train_iters is None:
         changes["train_iters"] = 2 + run.optimizer.lr_warmup_iters
     if run.data.data_path is None and run.data.train_data_path is None:

@@ -126,6 +126,9 @@ class TrainingConfig:
         unit="sequences",
         within=POSITIVE_COUNT,
     )
+    skip_train: bool = setting(
+        False, "train and save nothing: evaluate what --load or --load-hf loads, and end", report=False
+    )
     eval_interval: int = setting(0, "iterations between evaluations; 0: only at the end", within=COUNT)
     eval_iters: int = setting(10, "global batches per evaluation; 0 switches evaluation off", within=COUNT)
     seed: int = setting(1234, "seed of the weights, dropout and data order", within=Range(low=0, below=2**31))

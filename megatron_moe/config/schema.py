@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.latent_exchange import exchange_cost
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 from megatron_moe.config.pipeline_layout import Stage, stages_of
 from megatron_moe.config.run_flags import RunSections
@@ -169,6 +170,13 @@ class DerivedSettings:
             if stage.predictions and not stage.loss:
                 return index % self._run.parallel.pipeline_model_parallel_size
         return None
+
+    @cached_property
+    def mla_cp_exchange(self) -> str | None:
+        """What context-parallel ranks of latent attention exchange: "latent" or "expanded"; None without such ranks."""
+        if not self._run.model.multi_latent_attention or self._run.parallel.context_parallel_size == 1:
+            return None
+        return self._run.parallel.mla_cp_exchange or exchange_cost(self._run, self.params_dtype_name).cheaper
 
     # Batches and schedule
 
@@ -435,7 +443,8 @@ class DerivedSettings:
         numel = self.parameter_count(padded_vocab)
         gradient = 4 if self.grads_in_fp32 else width
         main_weights, average = self.main_weight_bytes(numel, width), self.average_bytes(numel)
-        return (width + gradient) * numel + main_weights + self.moment_bytes(numel, numel) + average
+        moments = 0 if self._run.training.skip_train else self.moment_bytes(numel, numel)
+        return (width + gradient) * numel + main_weights + moments + average
 
     @property
     def packs_main_weights(self) -> bool:

@@ -140,7 +140,8 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
         )
     if sources.mock:
         return ["data: the program's own" if run.data.program_data else "data: made up (--mock-data)"]
-    needed = [0] if run.training.eval_iters == 0 else [0, 1]
+    needed = [] if run.training.skip_train else [0]
+    needed += [1] if run.training.eval_iters else []
     if 1 in needed and sources.per_split is not None and sources.per_split[1] is None:
         raise ConfigError(
             f"--eval-iters {run.training.eval_iters} needs --valid-data-path PREFIX; --eval-iters 0 switches "

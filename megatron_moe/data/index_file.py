@@ -145,7 +145,7 @@ def open_index(prefix: str, flag: str = "") -> TokenIndex:
 
 def _missing(prefix: str, path: str, flag: str) -> str:
     where = f"{flag} {prefix}: " if flag else ""
-    hint = ""
+    hint = "; give the prefix of your .idx and .bin, which megatron-moe prepare --input TEXT makes"
     if prefix.endswith((".bin", ".idx")):
         hint = f"; give the prefix without the ending: {prefix[:-4]}"
     elif os.path.isfile(f"{prefix}_text_document.idx"):

@@ -39,6 +39,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         ConfigError: a flag is missing, or a file is missing or malformed.
     """
     kind = data.tokenizer_type
+    is_named = kind is not None
     if kind is None and (data.mock_data or data.program_data):
         kind = "NullTokenizer"
     if kind is None:
@@ -53,7 +54,7 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         return ByteTokenizer()
     if kind == "NullTokenizer":
         assert vocab_size is not None
-        return NullTokenizer(vocab_size)
+        return NullTokenizer(vocab_size, is_named)
     if kind == "GPT2BPETokenizer":
         return GPT2BPETokenizer(
             _existing("--vocab-file", data.vocab_file, kind), _existing("--merge-file", data.merge_file, kind)
@@ -130,7 +131,8 @@ def _existing(flag: str, given: str | None, needs_file: str = "") -> Path:
     path = Path(str(given))
     require_readable(flag, str(given))
     if not path.exists():
-        advice = "train one with megatron-moe prepare --train-tokenizer, or give the path of one"
+        advice = "give the path of one you have, such as a model's folder, or train one: megatron-moe prepare"
+        advice += " --train-tokenizer"
         if flag != "--tokenizer-model":
             advice = f"give the path of {needs_file}'s file"
         elif is_hub_name(str(given)):

@@ -63,6 +63,11 @@ class Tokenizer(ABC):
         return {"type": self.name, "sha256": self.sha256, "eod": self.eod, "bos": self.bos}
 
     @property
+    def eos(self) -> int | None:
+        """Id after which a generated text ends; None where no id is known to end one."""
+        return self.eod
+
+    @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
         """Type and hash of the tokenizer, which the engine writes into the key of its index caches."""
         return OrderedDict([("tokenizer_type", self.name), ("sha256", self.sha256)])
@@ -249,25 +254,34 @@ class NullTokenizer(Tokenizer):
     """A tokenizer of ids written as decimal numbers between white space, for tokenized data and mock data.
 
     `vocab_size` counts the end-of-document id, which is the last one: texts may use 0 to vocab_size - 2.
+
+    Args:
+        is_named: whether a flag names this tokenizer. Otherwise the ids are made up, or a program's own: the last one
+            is an id like any other.
     """
 
     name = "NullTokenizer"
     bos = None
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, is_named: bool = True) -> None:
         if vocab_size < 2:
             raise ConfigError(f"--vocab-size {vocab_size}: NullTokenizer needs at least 2 (one id and end of document)")
         self.vocab_size = vocab_size
         self.eod = vocab_size - 1
+        self._largest = vocab_size - 2 if is_named else vocab_size - 1
         self.sha256 = hashlib.sha256(f"NullTokenizer: {vocab_size} ids, the last ends a document".encode()).hexdigest()
+
+    @property
+    def eos(self) -> int | None:
+        return self.eod if self._largest < self.eod else None
 
     def tokenize(self, text: str) -> list[int]:
         ids = []
         for word in text.split():
             # Python refuses to read integers of thousands of digits.
-            if not (word.isascii() and word.isdigit()) or int(word.lstrip("0")[:20] or 0) >= self.eod:
+            if not (word.isascii() and word.isdigit()) or int(word.lstrip("0")[:20] or 0) > self._largest:
                 raise ConfigError(
-                    f"NullTokenizer: {word[:40]!r} is not an id from 0 to {self.eod - 1} (--vocab-size "
+                    f"NullTokenizer: {word[:40]!r} is not an id from 0 to {self._largest} (--vocab-size "
                     f"{self.vocab_size})"
                 )
             ids.append(int(word.lstrip("0") or 0))
@@ -275,7 +289,7 @@ class NullTokenizer(Tokenizer):
 
     def detokenize(self, ids: Iterable[int]) -> str:
         return " ".join(
-            str(int(i)) if 0 <= int(i) < self.vocab_size else REPLACEMENT for i in ids if int(i) != self.eod
+            str(int(i)) if 0 <= int(i) < self.vocab_size else REPLACEMENT for i in ids if int(i) != self.eos
         )
 
 

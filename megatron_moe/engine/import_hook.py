@@ -14,8 +14,9 @@ With CUDA none of this happens. Independent of the device (`_ALWAYS`), where the
 nor apex it gets the Adam of `adam.py`, because it cannot resume torch's, its recomputation compiles nothing, and its
 timers load no TensorBoard. A Transformer Engine or apex that cannot be used is hidden from it (`hardware.py`).
 
-File names below are relative to `megatron/core/` and are those of megatron-core 0.16.1 and 0.19.2 unless said
-otherwise. A spawned child process needs the hook too: it has it as soon as it unpickles anything of this package.
+File names below are relative to `megatron/core/` and are those of megatron-core 0.16.1 and 0.19.2. Both releases need
+every change but those that name one; without CUDA a change goes when the engine takes its device from a setting. A
+spawned child process needs the hook too: it has it as soon as it unpickles anything of this package.
 """
 
 from __future__ import annotations
@@ -217,9 +218,9 @@ def _adjust_random(module: ModuleType) -> None:
 def _adjust_recomputation(module: ModuleType) -> None:
     """Adjust tensor_parallel/random.py: recomputed outputs get their storage back without a compiler.
 
-    0.19.2 compiles a C++ extension for it at the first recomputation. Every node would need ninja and g++, and torch's
-    lock file around the build outlives a job that is killed: later jobs would wait for it without end. Copying, as
-    0.16.1 does, needs the memory of one output twice for a moment.
+    0.19.2 alone compiles a C++ extension for it at the first recomputation. Every node would need ninja and g++, and
+    torch's lock file around the build outlives a job that is killed: later jobs would wait for it without end. Copying,
+    as 0.16.1 does, needs the memory of one output twice for a moment.
     """
 
     def copy_storage(target: Tensor, source: Tensor) -> None:
@@ -228,7 +229,7 @@ def _adjust_recomputation(module: ModuleType) -> None:
 
     if hasattr(module, "_get_share_storage"):
         vars(module).update(_get_share_storage=lambda: copy_storage)
-    # `fp8 is not None` is tested where the default is False, which asks for Transformer Engine (recomputed norms, MLA).
+    # `fp8 is not None` is tested where the default is False, which asks for Transformer Engine: recomputed norms, MLA.
     module.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
@@ -297,7 +298,7 @@ def _adjust_moe_utils(module: ModuleType) -> None:
         return tensor.numpy() if as_numpy and module.torch.is_tensor(tensor) else tensor
 
     vars(module).update(maybe_move_tensor_to_cpu=maybe_move_tensor_to_cpu)
-    # 0.16.1 does not define this name where Transformer Engine is absent, and then tests it.
+    # 0.16.1 alone does not define this name where Transformer Engine is absent, and then tests it.
     vars(module).setdefault("te_general_gemm", None)
 
 
@@ -306,7 +307,8 @@ def _adjust_moe_utils(module: ModuleType) -> None:
 def _adjust_optimizer(module: ModuleType) -> None:
     """Adjust optimizer/__init__.py and distrib_optimizer.py: our Adam where they fell back to torch's.
 
-    It is called in the way of apex's, and its step is in the parameter group, as apex's is.
+    It is called in the way of apex's, and its step is in the parameter group, as apex's is. Until torch's can be
+    resumed (defect S7).
     """
     from megatron_moe.engine.adam import Adam
 
@@ -342,7 +344,7 @@ def _adjust_timers(module: ModuleType) -> None:
 _NOTICES = (
     ("megatron.core.transformer.transformer_config", "full scope is deprecated"),  # its own default
     ("megatron.core.models.mimo.config.base_configs", "MimoModelConfig is experimental"),
-    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+    ("megatron.core.models.gpt.gpt_model", "GPTModel IS DEPRECATED"),  # 0.19.2 alone, as the next
     ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel: full_param_layout not provided"),
     ("megatron.core.optimizer.optimizer", "The .grad attribute of a Tensor that is not a leaf"),  # it tests views
     ("torch.distributed.c10d_logger", "`torch.distributed.reduce_scatter_tensor` is deprecated"),

@@ -46,11 +46,21 @@ _WRITE: dict[str, Callable[[Run], dict[str, Any]]] = {
 }
 _WITH_PREDICTION = ("deepseek-v3", "glm4-moe")
 
+_BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+_OF_TRAINING = {
+    "router_aux_loss_coef": _BALANCING,
+    "aux_loss_alpha": _BALANCING,
+    "seq_aux": _BALANCING,
+    "output_router_logits": _BALANCING,  # transformers adds the loss where this is true
+    "router_jitter_noise": ("moe_input_jitter_eps",),
+    "attention_dropout": ("attention_dropout",),
+}
+"""How a model was trained: key -> fields that decide it in a run, which does not take it from the folder."""
 _WITHOUT_MEANING = {
     # keys of training, of serving, of the tokenizer, or of the file's origin
+    *_OF_TRAINING,
     *"architectures auto_map transformers_version _name_or_path model_type initializer_range use_cache".split(),
     *"bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id".split(),
-    *"attention_dropout router_aux_loss_coef aux_loss_alpha seq_aux output_router_logits router_jitter_noise".split(),
     *"pretraining_tp ep_size num_experts_per_device is_encoder_decoder return_dict output_attentions".split(),
     *"output_hidden_states id2label label2id problem_type chunk_size_feed_forward task_specific_params".split(),
     *"unsloth_version use_mla max_window_layers tokenizer_class moe_router_dtype".split(),
@@ -185,6 +195,29 @@ def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
             + "\n  ".join(differing)
         )
     return config
+
+
+def with_positions(config: dict[str, Any], positions: int) -> tuple[dict[str, Any], list[str]]:
+    """Return a copy of a config.json for another number of positions, and notes for the user.
+
+    The rotary embedding, with yarn's factor and original_max_position_embeddings, stays: the model was trained with it.
+    A sliding window as long as the context had no effect; it becomes null where the context is longer now.
+    """
+    changed, before = {**config, "max_position_embeddings": positions}, config["max_position_embeddings"]
+    if before == positions:
+        return changed, []
+    notes = [f"config.json: max_position_embeddings {before} is {positions} now, as in the run"]
+    window = config.get("sliding_window")
+    if isinstance(window, int) and before <= window < positions:
+        changed["sliding_window"] = None
+        notes.append(f"config.json: sliding_window {window} is null now: the model has none")
+    yarn: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if (original := yarn.get("original_max_position_embeddings")) and yarn.get("factor") != positions / original:
+        notes.append(
+            f"config.json: yarn's factor stays {yarn.get('factor')}, as trained; transformers 5 computes with it, and "
+            f"warns that it is not {positions} / {original}"
+        )
+    return changed, notes
 
 
 def differences(run: Run, flat: dict[str, Any]) -> list[str]:
@@ -346,7 +379,22 @@ def _merged(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[
 
 
 def _shown(value: object) -> str:
+    if value is None:
+        return "none"
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _training_notes(config: dict[str, Any], run: Run) -> list[str]:
+    """Say in a line which settings of training a folder has, and what the run has in their place."""
+    there = [key for key in _OF_TRAINING if config.get(key) and isinstance(config[key], (bool, int, float))]
+    if not there:
+        return []
+    flat, fields = flatten(run), all_fields()
+    used = dict.fromkeys(name for key in there for name in _OF_TRAINING[key])
+    return [
+        f"config.json has {', '.join(f'{key} {config[key]}' for key in there)}, which training does not read; this run "
+        f"has {' '.join(f'{fields[name].flag} {_shown(flat[name])}' for name in used)}"
+    ]
 
 
 @dataclass(frozen=True)
@@ -384,4 +432,5 @@ def plan_import(run: Run) -> Import:
     architecture = settings_of(folder, where)
     table = mapping(run, architecture.family.names)
     copies, dropped = require_tensors(table, folder.shapes(), where)
-    return Import(folder, architecture.family, table, copies, dropped, [*folder.notes, *architecture.notes])
+    notes = [*folder.notes, *architecture.notes, *_training_notes(folder.config, run)]
+    return Import(folder, architecture.family, table, copies, dropped, notes)

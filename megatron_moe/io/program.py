@@ -6,15 +6,16 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from megatron_moe.config.errors import ConfigError, MachineError, RunFault
 from megatron_moe.config.launch import rank_that_prints
 from megatron_moe.io import launched
 
-DONE, FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses: INTERRUPTED is 128 + SIGINT, as shells have it."""
+DONE, FAILED, USER_ERROR, INTERRUPTED, READER_GONE = 0, 1, 2, 130, 141
+"""Exit statuses: INTERRUPTED is 128 + SIGINT, and READER_GONE 128 + SIGPIPE, as shells have it."""
 
 SECONDS_FOR_RANK_0 = 20.0
 """So long other ranks wait with their end for rank 0, which may be slower, to say why the run ends."""
@@ -47,7 +48,8 @@ def run_program(
             a machine is printed by the first rank there, too.
 
     Returns:
-        USER_ERROR for one of `errors`, FAILED for a RunFault, INTERRUPTED for Ctrl-C. Other errors pass.
+        USER_ERROR for one of `errors`, FAILED for a RunFault, INTERRUPTED for Ctrl-C, READER_GONE where what read the
+        output has ended, as in `... | head`. Other errors pass.
     """
     rank = rank_that_prints() if rank is None else rank
 
@@ -61,7 +63,12 @@ def run_program(
         return speaks
 
     try:
-        return main(argv)
+        with _flushing_output():
+            return main(argv)
+    except BrokenPipeError:
+        with suppress(OSError):  # what is no file has no reader; Python would flush once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE
     except errors as error:
         said = report(f"error: {error_text(error)}", isinstance(error, MachineError))
         if not said and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -76,6 +83,17 @@ def run_program(
     except KeyboardInterrupt:
         report(interrupted)
         return INTERRUPTED
+
+
+@contextmanager
+def _flushing_output() -> Iterator[None]:
+    """Write out what was printed when the block ends, also by SystemExit, as after `--help`."""
+    try:
+        yield
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
 
 
 def end_interrupted() -> NoReturn:

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_LOCAL_FOLDERS = frozenset("model models data datasets tokenizer tokenizers checkpoint checkpoints runs output".split())
+"""What folders of a user are called, and owners on a hub are not; recipes have models/NAME and data/NAME."""
 _PACKAGE = str(Path(__file__).resolve().parents[1])  # and of the tools, whose folder begins alike
 _SIZES = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
@@ -48,7 +50,8 @@ def is_hub_name(text: str) -> bool:
 
     It is certain of no path; a message that says how to get the files is right for a folder that is missing, too.
     """
-    return _HUB_NAME.fullmatch(text) is not None and not Path(text).parent.exists()
+    owner = Path(text).parent
+    return _HUB_NAME.fullmatch(text) is not None and owner.name not in _LOCAL_FOLDERS and not owner.exists()
 
 
 def how_to_download(name: str, what: str = "model", only: str = "") -> str:

@@ -358,19 +358,21 @@ class Kernels(NamedTuple):
 KERNELS = {
     "adam_update": Kernels("triton_adam.adam_update", adam_update),
     "add_grouped_product": Kernels("triton_products.add_grouped_product"),
+    "add_counts": Kernels("triton_routing.add_counts"),
     "add_statistics": Kernels("triton_loss.add_statistics"),
+    "add_up_rows": Kernels("triton_dispatch.add_up_rows"),
     "choose_experts": Kernels("triton_routing.choose_experts"),
     "count_tokens": Kernels("triton_routing.count_tokens"),
     "expert_weights": Kernels("triton_routing.expert_weights"),
     "expert_weights_backward": Kernels("triton_routing.expert_weights_backward"),
-    "gather_rows": Kernels("triton_dispatch.gather_rows"),
     "gradient_of_tile": Kernels("triton_loss.gradient_of_tile"),
     "join_positions": Kernels("triton_rotary.join_positions"),
     "join_positions_backward": Kernels("triton_rotary.join_positions_backward"),
     "rms_norm_backward": Kernels(None, rms_norm_backward),
     "rms_norm_forward": Kernels(None, rms_norm_forward),
+    "sort_arrived": Kernels("triton_dispatch.sort_arrived"),
     "sort_by_expert": Kernels("triton_dispatch.sort_by_expert"),
-    "sum_rows": Kernels("triton_dispatch.sum_rows"),
+    "spread_rows": Kernels("triton_dispatch.spread_rows"),
     "weighted_swiglu_backward": Kernels("triton_activation.weighted_swiglu_backward", weighted_swiglu_backward),
     "weighted_swiglu_forward": Kernels("triton_activation.weighted_swiglu_forward", weighted_swiglu_forward),
 }
@@ -418,14 +420,53 @@ Seen = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _seeing: list[Seen] = []
 
 
+_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+"""What Triton compiled, with its constants in the kernel's order, by all that a kernel is specialised for."""
+
+
 def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
-    """Run a kernel on a grid. Nothing runs where the grid is empty, or on the meta device, where a run is planned."""
+    """Run a kernel on a grid. Nothing runs where the grid is empty, or on the meta device, where a run is planned.
+
+    Triton looks for what it has compiled at each launch, which takes several times as long as here. It is asked once
+    for each combination of dtypes, alignments, kinds of numbers and constants.
+
+    Args:
+        kernel: decorated with `triton.jit`; its constants come behind the arguments.
+        arguments: tensors, the first one among them, and numbers.
+        constants: by name, with Triton's own (`num_warps`).
+    """
     if not min(grid):
         return
     for see in _seeing:
         see(kernel, arguments, constants)
-    if not any(isinstance(one, Tensor) and one.is_meta for one in arguments):
-        kernel[tuple(grid)](*arguments, **constants)
+    key: list[Any] = [id(kernel), arguments[0].get_device(), *constants.values()]
+    for one in arguments:
+        if isinstance(one, Tensor):
+            if one.is_meta:
+                return
+            key += (one.dtype, one.data_ptr() % 16)
+        elif type(one) is int:  # what Triton may specialise for, and the type by which it is passed
+            key.append((one % 16 == 0) + 2 * (one == 1) + 4 * (-(2**31) <= one < 2**31))
+        else:
+            key.append(type(one))
+    known = _compiled.get(tuple(key))
+    if known is not None:
+        known[0][(*grid, 1, 1)[:3]](*arguments, *known[1])
+        return
+    found = kernel[tuple(grid)](*arguments, **constants)
+    if found is not None:  # the interpreter compiles nothing
+        named = kernel.arg_names[len(arguments) :]
+        _compiled[tuple(key)] = found, [constants[name] for name in named]
+
+
+def blocks_of(total: int, size: int) -> int:
+    """Return how many blocks of `size` cover `total`. Triton's own function takes a microsecond, on each launch."""
+    return -(-total // size)
+
+
+def power_of_2(number: int) -> int:
+    """Return the smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
 
 
 @contextmanager

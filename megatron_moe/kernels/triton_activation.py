@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.choice import launch
+from megatron_moe.kernels.choice import blocks_of, launch, power_of_2
 
 
 @triton.jit
@@ -50,14 +50,14 @@ def _backward(grad, gate_up, probs, grad_gate_up, grad_probs, width, BLOCK: tl.c
 def weighted_swiglu_forward(gate_up: Tensor, probs: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     hidden = gate_up.new_empty((rows, width))
-    block = min(triton.next_power_of_2(width), 1024)
-    launch(_forward, (rows, triton.cdiv(width, block)), gate_up, probs, hidden, width, BLOCK=block)
+    block = min(power_of_2(width), 1024)
+    launch(_forward, (rows, blocks_of(width, block)), gate_up, probs, hidden, width, BLOCK=block)
     return hidden
 
 
 def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = grad.shape
     grad_gate_up, grad_probs = torch.empty_like(gate_up), torch.empty_like(probs)
-    block = min(triton.next_power_of_2(width), 1024)
+    block = min(power_of_2(width), 1024)
     launch(_backward, (rows,), grad.contiguous(), gate_up, probs, grad_gate_up, grad_probs, width, BLOCK=block)
     return grad_gate_up, grad_probs

@@ -1,9 +1,11 @@
 """The dispatcher's kernels in Triton: a stable sort of choices by expert, and moving rows from one order to the other.
 
-The sort is a counting sort with one digit. The choices are cut into parts of `PART`; the first kernel counts each
-part's choices per expert, torch adds the counts up, experts first and parts second, and the second kernel numbers the
+The sort is a counting sort with one digit. The choices are cut into parts of `PART`: the first kernel counts each
+part's choices per expert, the second adds the counts up, experts first and parts second, and the third numbers the
 choices of a part from there. Rows are copied and summed by tables of indices, and every row is written once. Nothing
 here needs atomics, so the results do not depend on an order.
+
+A row is moved in vectors of 16 bytes where its width and its strides are multiples of 16 elements.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.choice import launch
+from megatron_moe.kernels.choice import blocks_of, launch, power_of_2
 
 PART = 256
 # Arguments that change from step to step. A kernel that is specialised for them would be compiled again within a run.
@@ -37,17 +39,31 @@ def _count_part(ids, counts, total, parts, experts, BINS: tl.constexpr, STEP: tl
     tl.store(counts + bins.to(tl.int64) * parts + part, found, mask=bins < experts)
 
 
+@triton.jit(do_not_specialize=["cells", "parts"])
+def _add_up_parts(counts, begins, ends, cells, parts, BLOCK: tl.constexpr):
+    before = tl.zeros((), dtype=tl.int32)
+    for start in range(0, cells, BLOCK):
+        cell = start + tl.arange(0, BLOCK)
+        inside = cell < cells
+        found = tl.load(counts + cell, mask=inside, other=0)
+        end = before + tl.cumsum(found, axis=0)
+        tl.store(begins + cell, end - found, mask=inside)
+        tl.store(ends + cell // parts, end, mask=inside & (cell % parts == parts - 1))
+        before += tl.sum(found, axis=0)
+
+
 @triton.jit(do_not_specialize=_CHOICES)
 def _place_part(
-    ids, counts, ends, order, inverse, total, parts, experts,
-    BINS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr
+    ids, begins, ends, order, source, inverse, per_expert, total, parts, experts, real,
+    BINS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr, TOPK: tl.constexpr
 ):  # fmt: skip
     part = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    cell = bins.to(tl.int64) * parts + part
     known = bins < experts
-    # Where this part's choices of each expert begin: all before them, without its own.
-    begin = tl.load(ends + cell, mask=known, other=0).to(tl.int32) - tl.load(counts + cell, mask=known, other=0)
+    begin = tl.load(begins + bins.to(tl.int64) * parts + part, mask=known, other=0)
+    if part == 0:  # an expert's first choices are its choices in the first part
+        every = tl.load(ends + bins, mask=known, other=0) - begin
+        tl.store(per_expert + bins, every.to(tl.int64), mask=bins < real)
     for start in range(0, PART, STEP):
         place = part * PART + start + tl.arange(0, STEP)
         inside = place < total
@@ -57,63 +73,135 @@ def _place_part(
         position = tl.sum(mine * (before + begin[None, :]), axis=1)
         tl.store(inverse + place, position, mask=inside)
         tl.store(order + position, place, mask=inside)
+        tl.store(source + position, place // TOPK, mask=inside)
         begin += tl.sum(mine, axis=0)
 
 
-def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    ids = expert_ids.flatten()
-    total, parts = ids.shape[0], max(triton.cdiv(ids.shape[0], PART), 1)
-    bins = triton.next_power_of_2(num_experts)
-    constants = {"BINS": bins, "STEP": max(16, min(PART, 8192 // bins)), "PART": PART}
-    counts = torch.empty((num_experts, parts), dtype=torch.int32, device=ids.device)
-    order, inverse = torch.empty_like(ids), torch.empty_like(ids)
-    launch(_count_part, (parts,), ids, counts, total, parts, num_experts, **constants)
-    ends = counts.flatten().cumsum(0)
-    launch(_place_part, (parts,), ids, counts, ends, order, inverse, total, parts, num_experts, **constants)
-    return order, inverse, ends.view(num_experts, parts)[:, -1]
+def sort_by_expert(expert_ids: Tensor, num_experts: int, partial: bool = False, counts: Tensor | None = None) -> Any:
+    ids = expert_ids.contiguous()
+    total, bins = ids.numel(), num_experts + partial
+    parts, room = max(blocks_of(total, PART), 1), power_of_2(bins)
+    constants = {"BINS": room, "STEP": max(16, min(PART, 8192 // room)), "PART": PART}
+    order, source, inverse = (torch.empty(total, dtype=torch.int64, device=ids.device) for _ in range(3))
+    found, begins = (torch.empty((bins, parts), dtype=torch.int32, device=ids.device) for _ in range(2))
+    ends = torch.empty(bins, dtype=torch.int32, device=ids.device)
+    if counts is None:
+        counts = torch.empty(num_experts, dtype=torch.int64, device=ids.device)
+    launch(_count_part, (parts,), ids, found, total, parts, bins, **constants)
+    launch(_add_up_parts, (1,), found, begins, ends, bins * parts, parts, BLOCK=4096)
+    tables = (ids, begins, ends, order, source, inverse, counts)
+    launch(_place_part, (parts,), *tables, total, parts, bins, num_experts, TOPK=ids.shape[1], **constants)
+    return order, source, inverse, ends[:num_experts], counts
+
+
+@triton.jit
+def _order_chunk(counts, order, inverse, ends, experts, chunks, CELLS: tl.constexpr, BLOCK: tl.constexpr):
+    chunk = tl.program_id(0)
+    cell = tl.arange(0, CELLS)
+    size = tl.load(counts + cell, mask=cell < chunks, other=0)
+    expert, mine = cell % experts, chunk % experts
+    rows = tl.sum(tl.where(cell == chunk, size, 0), axis=0)
+    arrived_at = tl.sum(tl.where(cell < chunk, size, 0), axis=0)
+    sorted_at = tl.sum(tl.where((expert < mine) | ((expert == mine) & (cell < chunk)), size, 0), axis=0)
+    if chunk < experts:
+        tl.store(ends + chunk, tl.sum(tl.where(expert <= mine, size, 0), axis=0).to(tl.int32))
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        tl.store(order + sorted_at + row, arrived_at + row, mask=row < rows)
+        tl.store(inverse + arrived_at + row, sorted_at + row, mask=row < rows)
+
+
+def sort_arrived(counts: Tensor, num_rows: int) -> Any:
+    chunks, experts = counts.numel(), counts.shape[1]
+    order, inverse = (torch.empty(num_rows, dtype=torch.int64, device=counts.device) for _ in range(2))
+    ends = torch.empty(experts, dtype=torch.int32, device=counts.device)
+    cells = power_of_2(chunks)
+    launch(_order_chunk, (chunks,), counts, order, inverse, ends, experts, chunks, CELLS=cells, BLOCK=256)
+    return order, inverse, ends
 
 
 @triton.jit(do_not_specialize=_ROWS)
-def _spread(rows, slots, copies, num_rows, width, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+def _spread(
+    rows, weights, slots, copies, copy_weights, num_rows, width, row_stride, copy_stride, weight_stride,
+    copy_weight_stride, COPIES: tl.constexpr, SHARING: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    value = tl.load(rows + token * width + column, mask=inside)
+    value = tl.load(rows + token * row_stride + column, mask=inside)
     for copy in tl.static_range(COPIES):
         slot = tl.load(slots + token * COPIES + copy).to(tl.int64)
-        tl.store(copies + slot * width + column, value, mask=inside & (slot < num_rows))
+        tl.store(copies + slot * copy_stride + column, value, mask=inside & (slot < num_rows))
+        if WEIGHTED:  # noqa: SIM102 (a constant, which decides what is compiled)
+            if tl.program_id(1) == 0:
+                place = token * (COPIES // SHARING) + copy // SHARING
+                weight = tl.load(weights + place * weight_stride)
+                tl.store(copy_weights + slot * copy_weight_stride, weight, mask=slot < num_rows)
 
 
 @triton.jit(do_not_specialize=_ROWS)
-def _gather_and_sum(copies, slots, rows, num_rows, width, COPIES: tl.constexpr, BLOCK: tl.constexpr):
+def _gather_and_sum(
+    rows, weights, slots, copies, copy_weights, num_rows, width, row_stride, copy_stride, weight_stride,
+    copy_weight_stride, COPIES: tl.constexpr, SHARING: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for copy in tl.static_range(COPIES):
         slot = tl.load(slots + token * COPIES + copy).to(tl.int64)
-        total += tl.load(copies + slot * width + column, mask=inside & (slot < num_rows), other=0.0).to(tl.float32)
-    tl.store(rows + token * width + column, total.to(rows.dtype.element_ty), mask=inside)
+        found = tl.load(copies + slot * copy_stride + column, mask=inside & (slot < num_rows), other=0.0)
+        total += found.to(tl.float32)
+    tl.store(rows + token * row_stride + column, total.to(rows.dtype.element_ty), mask=inside)
+    if WEIGHTED:  # noqa: SIM102
+        if tl.program_id(1) == 0:
+            for choice in tl.static_range(COPIES // SHARING):
+                weight = tl.zeros((), dtype=weights.dtype.element_ty)
+                for shared in tl.static_range(SHARING):
+                    slot = tl.load(slots + token * COPIES + choice * SHARING + shared).to(tl.int64)
+                    weight += tl.load(copy_weights + slot * copy_weight_stride, mask=slot < num_rows, other=0.0)
+                tl.store(weights + (token * (COPIES // SHARING) + choice) * weight_stride, weight)
 
 
-def _grid(tokens: int, width: int) -> tuple[tuple[int, int], int]:
-    block = min(triton.next_power_of_2(width), 2048)
-    return (tokens, triton.cdiv(width, block)), block
+def _move(
+    kernel: Any, rows: Tensor, weights: Tensor | None, slots: Tensor, copies: Tensor, copy_weights: Tensor | None
+) -> None:
+    (tokens, copied), width = slots.shape, min(rows.shape[1], copies.shape[1])
+    block = min(power_of_2(width), 2048)
+    constants = {"COPIES": copied, "SHARING": copied, "WEIGHTED": weights is not None, "BLOCK": block}
+    strides = (rows.stride(0), copies.stride(0), 1, 1)
+    if weights is None or copy_weights is None:
+        operands = (rows, rows, slots, copies, copies)
+    else:
+        operands = (rows, weights, slots, copies, copy_weights)
+        strides = (*strides[:2], weights.stride(0), copy_weights.stride(0))
+        constants["SHARING"] = slots.numel() // max(weights.shape[0], 1)
+    launch(kernel, (tokens, blocks_of(width, block)), *operands, copies.shape[0], width, *strides, **constants)
 
 
-def gather_rows(rows: Tensor, source: Tensor, slots: Tensor) -> Any:
-    if rows.dim() != 2:  # routing weights, one number a copy
+def spread_rows(
+    rows: Tensor,
+    weights: Tensor | None,
+    order: Tensor,
+    source: Tensor,
+    slots: Tensor,
+    copies: Tensor,
+    copy_weights: Tensor | None,
+) -> Any:
+    if rows.dim() != 2:  # routing weights alone, one number a copy
         return NotImplemented
-    copies = rows.new_empty((source.shape[0], rows.shape[1]))
-    grid, block = _grid(*rows.shape)
-    launch(_spread, grid, rows.contiguous(), slots, copies, *copies.shape, COPIES=slots.shape[1], BLOCK=block)
-    return copies
+    _move(_spread, rows if rows.stride(1) == 1 else rows.contiguous(), weights, slots, copies, copy_weights)
+    return None
 
 
-def sum_rows(copies: Tensor, slots: Tensor, partial: bool) -> Any:
+def add_up_rows(
+    copies: Tensor, copy_weights: Tensor | None, slots: Tensor, partial: bool, hidden: int, sharing: int = 1
+) -> Any:
     if copies.dim() != 2:
         return NotImplemented
-    rows = copies.new_empty((slots.shape[0], copies.shape[1]))
-    grid, block = _grid(*rows.shape)
-    launch(_gather_and_sum, grid, copies.contiguous(), slots, rows, *copies.shape, COPIES=slots.shape[1], BLOCK=block)
-    return rows
+    rows, weights = copies.new_empty((slots.shape[0], hidden)), None
+    if copy_weights is not None:
+        weights = copy_weights.new_empty(slots.numel() // sharing)
+    copies = copies if copies.stride(1) == 1 else copies.contiguous()
+    _move(_gather_and_sum, rows, weights, slots, copies, copy_weights)
+    return rows, weights

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.choice import launch
+from megatron_moe.kernels.choice import blocks_of, launch
 
 
 @triton.jit
@@ -59,6 +59,6 @@ def gradient_of_tile(
     if not tile.is_contiguous():
         return NotImplemented
     found = tile.new_empty(tile.shape, dtype=dtype)
-    grid = (tile.shape[0], triton.cdiv(tile.shape[1], 2048))
+    grid = (tile.shape[0], blocks_of(tile.shape[1], 2048))
     launch(_gradient, grid, tile, columns, maximum, exp_sum, grad.contiguous(), found, tile.shape[1], BLOCK=2048)
     return found

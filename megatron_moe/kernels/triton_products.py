@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.choice import launch
+from megatron_moe.kernels.choice import blocks_of, launch
 
 # Tiles in half precision, where tensor cores multiply, and in fp32, where they would round the operands.
 _HALF = {"HIGH": 128, "WIDE": 128, "ROWS": 64, "num_warps": 8, "num_stages": 4}
@@ -62,7 +62,7 @@ def _add(
 def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor) -> None:
     experts, height, width = total.shape
     tiles = _WHOLE if left.dtype == torch.float32 else _HALF
-    grid = (triton.cdiv(height, tiles["HIGH"]) * triton.cdiv(width, tiles["WIDE"]), experts)
+    grid = (blocks_of(height, tiles["HIGH"]) * blocks_of(width, tiles["WIDE"]), experts)
     # Triton's interpreter multiplies the bits of bf16 as whole numbers.
     widen = not isinstance(_add, triton.JITFunction)
     sizes = {"HEIGHT": height, "WIDTH": width, "SQUARE": 8, "WIDEN": widen}

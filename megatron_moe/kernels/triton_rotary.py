@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.choice import launch
+from megatron_moe.kernels.choice import launch, power_of_2
 
 
 @triton.jit
@@ -78,8 +78,8 @@ def join_positions(rest: Tensor, positional: Tensor, cos: Tensor, sin: Tensor) -
     operands = (rest, positional, cos.contiguous(), sin.contiguous(), joined)
     head_stride = 0 if positional.shape[2] == 1 else positional.stride(2)
     strides = (rest_stride, rest.stride(2), positional_stride, head_stride)
-    constants = {"WIDTH": width, "PAIRS": pairs, "REST_BLOCK": triton.next_power_of_2(width)}
-    constants["PAIR_BLOCK"] = triton.next_power_of_2(pairs)
+    constants = {"WIDTH": width, "PAIRS": pairs, "REST_BLOCK": power_of_2(width)}
+    constants["PAIR_BLOCK"] = power_of_2(pairs)
     grid = (length * sequences, heads)
     launch(_join, grid, *operands, sequences, heads, *strides, num_warps=1, **constants)
     return joined
@@ -89,7 +89,7 @@ def join_positions_backward(grad: Tensor, cos: Tensor, sin: Tensor, width: int, 
     length, sequences, heads, whole = grad.shape
     pairs = (whole - width) // 2
     found = grad.new_empty((length, sequences, 1 if shared else heads, 2 * pairs))
-    constants = {"WIDTH": width, "PAIRS": pairs, "PAIR_BLOCK": triton.next_power_of_2(pairs), "SHARED": shared}
+    constants = {"WIDTH": width, "PAIRS": pairs, "PAIR_BLOCK": power_of_2(pairs), "SHARED": shared}
     operands = (grad.contiguous(), cos.contiguous(), sin.contiguous(), found)
     grid = (length * sequences, found.shape[2])
     launch(_turn_back, grid, *operands, sequences, heads, num_warps=1, **constants)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_moe.kernels.choice import launch
+from megatron_moe.kernels.choice import blocks_of, launch, power_of_2
 
 
 @triton.jit
@@ -122,16 +122,20 @@ def _weigh_backward(
 
 @triton.jit
 def _count(
-    ids, padding, counts, total, experts, sequences, TOPK: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr
-):
+    ids, padding, counts, tokens, total, experts, sequences,
+    TOPK: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = place // TOPK
     inside = place < total
     if PADDED:
         inside = inside & (tl.load(padding + token, mask=inside, other=1) == 0)
     expert = tl.load(ids + place, mask=inside, other=0)
-    # Integers: atomics may add in any order and give the same bits.
-    tl.atomic_add(counts + (token % sequences) * experts + expert, tl.full((BLOCK,), 1, dtype=tl.int64), mask=inside)
+    # Whole numbers that are exact in the dtype: atomics may add in any order and give the same bits.
+    one = tl.full((BLOCK,), 1, dtype=counts.dtype.element_ty)
+    tl.atomic_add(counts + (token % sequences) * experts + expert, one, mask=inside)
+    if TOKENS:
+        tl.atomic_add(tokens, tl.sum((inside & (place % TOPK == 0)).to(tl.int64), axis=0))
 
 
 def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: Any) -> Any:
@@ -146,7 +150,7 @@ def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: Any) -> 
     tokens, experts = ranked.shape
     ids = torch.empty((tokens, options.topk), dtype=torch.int64, device=ranked.device)
     constants = {"GROUPS": groups, "GROUP_TOPK": group_topk, "GROUP_BEST": best, "BIASED": expert_bias is not None}
-    constants |= {"BINS": triton.next_power_of_2(experts), "SLOTS": triton.next_power_of_2(options.topk)}
+    constants |= {"BINS": power_of_2(experts), "SLOTS": power_of_2(options.topk)}
     operands = (ranked.contiguous(), ranked if expert_bias is None else expert_bias, ids)
     launch(_choose, (tokens,), *operands, experts, TOPK=options.topk, num_warps=2, **constants)
     return ids
@@ -154,7 +158,7 @@ def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: Any) -> 
 
 def _constants(ids: Tensor, experts: int, padding: Tensor | None, softmax: bool, normalize: bool) -> dict[str, Any]:
     topk = ids.shape[1]
-    sizes = {"BINS": triton.next_power_of_2(experts), "TOPK": topk, "SLOTS": triton.next_power_of_2(topk)}
+    sizes = {"BINS": power_of_2(experts), "TOPK": topk, "SLOTS": power_of_2(topk)}
     return {**sizes, "SOFTMAX": softmax, "NORMALIZE": normalize, "PADDED": padding is not None, "num_warps": 1}
 
 
@@ -194,8 +198,19 @@ def count_tokens(
     expert_ids: Tensor, num_experts: int, is_padding: Tensor | None = None, num_sequences: int = 1
 ) -> Tensor:
     counts = torch.zeros((num_sequences, num_experts), dtype=torch.int64, device=expert_ids.device)
-    total, topk = expert_ids.numel(), expert_ids.shape[1]
-    operands = (expert_ids, expert_ids if is_padding is None else is_padding, counts)
-    constants = {"TOPK": topk, "PADDED": is_padding is not None, "BLOCK": 256}
-    launch(_count, (triton.cdiv(total, 256),), *operands, total, num_experts, num_sequences, **constants)
+    _launch_count(counts, None, expert_ids, is_padding)
     return counts
+
+
+def add_counts(
+    tokens_per_expert: Tensor, num_tokens: Tensor, expert_ids: Tensor, is_padding: Tensor | None = None
+) -> None:
+    _launch_count(tokens_per_expert.unsqueeze(0), num_tokens, expert_ids, is_padding)
+
+
+def _launch_count(counts: Tensor, tokens: Tensor | None, expert_ids: Tensor, is_padding: Tensor | None) -> None:
+    ids = expert_ids.contiguous()
+    operands = (ids, ids if is_padding is None else is_padding, counts, counts if tokens is None else tokens)
+    constants = {"TOPK": ids.shape[1], "PADDED": is_padding is not None, "TOKENS": tokens is not None, "BLOCK": 256}
+    sequences, experts = counts.shape
+    launch(_count, (blocks_of(ids.numel(), 256),), *operands, ids.numel(), experts, sequences, **constants)

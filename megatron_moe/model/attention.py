@@ -32,6 +32,9 @@ from megatron_moe.model.context_parallel import (
 from megatron_moe.parallel.sequence import all_gather_sequence, chunk_numbers
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig, ProcessGroups
 
+WHOLE = "whole"
+"""The `cp_comm_type` of an attention that is given the keys and values of the whole sequence."""
+
 
 class SDPACoreAttention(torch.nn.Module):
     """A module that computes softmax(q k^T x scale) v with a causal mask, softmax in fp32 and dropout in training.
@@ -44,7 +47,8 @@ class SDPACoreAttention(torch.nn.Module):
         layer_number: unused; part of the protocol.
         attn_mask_type: causal; other masks are not supported.
         softmax_scale: factor on q k^T; default 1 / sqrt(key width).
-        k_channels, v_channels, cp_comm_type, attention_type, attention_dropout: part of the protocol.
+        k_channels, v_channels, attention_type, attention_dropout: part of the protocol.
+        cp_comm_type: `WHOLE` if keys and values come for the whole sequence; otherwise they are gathered.
         pg_collection: process groups, of which `cp` is used.
 
     Under context parallelism a rank has its two chunks of the sequence (`parallel/sequence.py`), and attends to
@@ -78,7 +82,8 @@ class SDPACoreAttention(torch.nn.Module):
         if config.context_parallel_size > 1:
             if pg_collection is None:
                 raise ValueError("attention under context parallelism needs pg_collection, for its group cp")
-            self._kernel = OverRanks(attend_lower_right if platform.has_cuda() else attend_on_cpu, pg_collection.cp)
+            attend = attend_lower_right if platform.has_cuda() else attend_on_cpu
+            self._kernel = OverRanks(attend, pg_collection.cp, gathers=cp_comm_type != WHOLE)
 
     def forward(
         self,
@@ -94,7 +99,7 @@ class SDPACoreAttention(torch.nn.Module):
 
         Args:
             query: [S, B, n, dk]; S / CP in place of S under context parallelism, here and below.
-            key, value: [S, B, g, dk] and [S, B, g, dv].
+            key, value: [S, B, g, dk] and [S, B, g, dv]; S as it is with `WHOLE`.
             attention_mask, attention_bias, packed_seq_params: None; the mask is causal by construction.
         """
         if attention_mask is not None or attention_bias is not None or packed_seq_params is not None:
@@ -132,7 +137,7 @@ class MeasuredCoreAttention(SDPACoreAttention):
         self.layer_number = layer_number
         self._measure: Callable[..., Tensor] = largest_logits
         if isinstance(self._kernel, OverRanks):
-            self._measure = LargestOverRanks(self._kernel.group)
+            self._measure = LargestOverRanks(self._kernel.group, self._kernel.gathers)
         # No buffer: it is no state of the model, and a model in half precision would round it.
         self.largest_logits: Tensor | None = None
 
@@ -196,11 +201,13 @@ class LargestOverRanks:
     """The largest logits of a rank's two chunks of queries under context parallelism, as a record like `OverRanks`."""
 
     group: ProcessGroup
+    gathers: bool
 
     @torch.no_grad()
     def __call__(self, query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-        """Return fp32 [n] for this rank's [S / CP, B, n, d] and [S / CP, B, g, d]. Collective: keys are gathered."""
-        keys, chunks = all_gather_sequence(key, self.group), query.chunk(2)
+        """Return fp32 [n] for this rank's [S / CP, B, n, d] and [S / CP, B, g, d]; [S, B, g, d] if nothing gathers."""
+        keys = all_gather_sequence(key, self.group) if self.gathers else key
+        chunks = query.chunk(2)
         places = (number * len(chunks[0]) for number in chunk_numbers(self.group.rank(), self.group.size()))
         early, late = (largest_logits(chunk, keys, scale, first) for chunk, first in zip(chunks, places))
         return early.maximum(late)

@@ -265,6 +265,7 @@ def layer_spec(
         attention = LatentAttention
         submodules = MLASubmodules(chosen.column_linear, chosen.row_linear, head_norm, core)
         params |= {"recomputed": settings.recomputed, "rotary": settings.rotary}
+        params["gathers_latents"] = settings.gathers_latents
     if moe:
         if settings.moe is not None and settings.moe.backend == "te":  # the layer's own error gets the engine's words
             platform.require_transformer_engine("--moe-expert-backend te", "--moe-expert-backend grouped_mm")

@@ -1,12 +1,13 @@
 """Causal attention under context parallelism: a rank's two chunks of queries over all ranks' keys and values.
 
-Keys and values are gathered over the ranks and put into the sequence's order. A chunk of queries then attends to its
-own chunk of keys causally, and to all keys before it without a mask; the two results are merged by their logsumexp.
-Neither a score matrix nor a mask is as large as the sequence squared.
+Keys and values are gathered over the ranks and put into the sequence's order, or come like that from latent attention,
+which gathers its latents. A chunk of queries then attends to its own chunk of keys causally, and to all keys before it
+without a mask; the two results are merged by their logsumexp. Neither a score matrix nor a mask is as large as the
+sequence squared.
 
-The backward pass keeps the rank's own keys and values alone and gathers the others again. So the memory that a layer
-keeps falls with the number of ranks; the peak within one layer does not. The gradients of keys and values, to which
-every later chunk adds, go back to their owners in a reduce-scatter that sums in fp32.
+Where it gathers them, the backward pass keeps the rank's own keys and values alone and gathers the others again. So the
+memory that a layer keeps falls with the number of ranks; the peak within one layer does not. The gradients of keys and
+values, to which every later chunk adds, go back to their owners in a reduce-scatter that sums in fp32.
 
 The first functions attend block by block with torch's flash kernel for a CPU, in fp32 whatever the operands' dtype. The
 kernel needs equal widths, or it builds the whole score matrix: the narrower of keys and values is padded with zeros.
@@ -81,49 +82,69 @@ def block_gradients(
 
 @dataclass(frozen=True)
 class OverRanks:
-    """An attention of this file with its group, as a record, so that copies of a model share the group."""
+    """An attention of this file with its group, as a record, so that copies of a model share the group.
+
+    gathers: whether keys and values are gathered here; otherwise they are already of the whole sequence.
+    """
 
     attend: Callable[..., Tensor]
     group: ProcessGroup
+    gathers: bool = True
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
-        """Return [B, n, S / CP, dv] for this rank's [B, n, S / CP, dk], [B, g, S / CP, dk] and [B, g, S / CP, dv]."""
-        return self.attend(query, key, value, scale, dropout, self.group)
+        """Return [B, n, S / CP, dv] for this rank's [B, n, S / CP, dk], [B, g, S / CP, dk] and [B, g, S / CP, dv].
+
+        Keys and values are [B, g, S, dk] and [B, g, S, dv] where they are not gathered here.
+        """
+        return self.attend(query, key, value, scale, dropout, self)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return the keys or values [B, g, S, d] of the whole sequence, in its order and in their own dtype."""
+        if not self.gathers:
+            return tensor
+        return all_gather_sequence(_as_rows(tensor), self.group).permute(1, 2, 0, 3)
+
+    def own(self, grad: Tensor) -> Tensor:
+        """Return the gradient of what `whole` took, from this rank's fp32 share [B, g, S, d] in that of its result."""
+        if not self.gathers:
+            return grad
+        rows = by_rank(_as_rows(grad), self.group.size())
+        own = rows.new_empty((rows.shape[0] // self.group.size(), *rows.shape[1:]))
+        dist.reduce_scatter_tensor(own, rows, group=self.group)
+        return own.permute(1, 2, 0, 3)
 
 
-def attend_on_cpu(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, group: ProcessGroup
-) -> Tensor:
+def attend_on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, over: OverRanks) -> Tensor:
     """Attend as `OverRanks` says, with a result in fp32; the module's docstring describes the backward pass.
 
     Dropout takes the path that stores the scores, as it does without context parallelism.
     """
     if dropout:
-        return attend_lower_right(query.float(), key.float(), value.float(), scale, dropout, group)
-    return _FlashOverRanks.apply(query, key, value, scale, group)
+        return attend_lower_right(query.float(), key.float(), value.float(), scale, dropout, over)
+    return _FlashOverRanks.apply(query, key, value, scale, over)
 
 
 class _FlashOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, scale: float, group: ProcessGroup
+        ctx: AutogradContext, query: Tensor, key: Tensor, value: Tensor, scale: float, over: OverRanks
     ) -> Tensor:
-        gathered = (_gathered(key, group), _gathered(value, group))
-        context, logsumexp = attend_chunks(query, *gathered, scale, group.rank(), group.size())
+        whole = (over.whole(key), over.whole(value))
+        context, logsumexp = attend_chunks(query, *whole, scale, over.group.rank(), over.group.size())
         ctx.save_for_backward(query, key, value, context, logsumexp)
-        ctx.scale, ctx.group = scale, group
+        ctx.scale, ctx.over = scale, over
         return context
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, context, logsumexp = ctx.saved_tensors
-        group = ctx.group
-        whole = (_gathered(key, group), _gathered(value, group))
+        over = ctx.over
+        whole = (over.whole(key), over.whole(value))
         grad_query, grad_key, grad_value = chunk_gradients(
-            grad, query, *whole, context, logsumexp, ctx.scale, group.rank(), group.size()
+            grad, query, *whole, context, logsumexp, ctx.scale, over.group.rank(), over.group.size()
         )
-        grad_key, grad_value = _scattered(grad_key, group), _scattered(grad_value, group)
+        grad_key, grad_value = over.own(grad_key), over.own(grad_value)
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
@@ -189,18 +210,18 @@ def chunk_gradients(
 
 
 def attend_lower_right(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, group: ProcessGroup
+    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, over: OverRanks
 ) -> Tensor:
     """Attend in the operands' dtype with torch's own attention, for CUDA, and for dropout on a CPU.
 
     The last query of a chunk sees the last key that the chunk may see, which is torch's lower-right causal mask; its
-    kernels for CUDA need no mask in memory. Autograd saves the gathered keys and values.
+    kernels for CUDA need no mask in memory. Autograd saves the keys and values of the whole sequence.
     """
     from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, so where it is needed
 
-    key, value, grouped = for_kernels(query, _gathered(key, group), _gathered(value, group))
+    key, value, grouped = for_kernels(query, over.whole(key), over.whole(value))
     contexts = []
-    for number, queries in zip(chunk_numbers(group.rank(), group.size()), query.chunk(2, dim=2)):
+    for number, queries in zip(chunk_numbers(over.group.rank(), over.group.size()), query.chunk(2, dim=2)):
         length = queries.shape[2]
         end = (number + 1) * length
         # The mask is a description and not a matrix. Its tensor class cannot be created under a dispatch mode, so the
@@ -236,19 +257,6 @@ def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
     logsumexp = torch.logaddexp(one[1], other[1])
     shares = ((part * (own - logsumexp).exp().unsqueeze(-1)) for part, own in (one, other))
     return sum(shares), logsumexp  # type: ignore[return-value]
-
-
-def _gathered(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Return [B, g, S, d] in the sequence's order from [B, g, S / CP, d] of every rank, in the tensor's own dtype."""
-    return all_gather_sequence(_as_rows(tensor), group).permute(1, 2, 0, 3)
-
-
-def _scattered(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Return this rank's [B, g, S / CP, d] of the sum over ranks of fp32 [B, g, S, d]."""
-    rows = by_rank(_as_rows(tensor), group.size())
-    own = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
-    dist.reduce_scatter_tensor(own, rows, group=group)
-    return own.permute(1, 2, 0, 3)
 
 
 def _as_rows(tensor: Tensor) -> Tensor:

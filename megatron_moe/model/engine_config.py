@@ -19,6 +19,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_moe import platform
+from megatron_moe.config.model_flags import LATENT
 from megatron_moe.config.pipeline_layout import LETTERS
 from megatron_moe.config.schema import Run
 from megatron_moe.model.norm import residual_dtype
@@ -212,19 +213,27 @@ class LayerSettings:
     """The options of our own modules in a layer, which the engine's configuration does not have.
 
     moe: options of the MoE layers; None for a dense model. recomputed: see `derived.recomputed_modules`. rotary:
-    whether attention rotates queries and keys. bf16_layers: the layers of the decoder whose experts are not in FP8.
+    whether attention rotates queries and keys. gathers_latents: whether latent attention gathers its latents over CP
+    ranks. bf16_layers: the layers of the decoder whose experts are not in FP8.
     """
 
     moe: MoEOptions | None
     recomputed: tuple[str, ...]
     rotary: bool
+    gathers_latents: bool = False
     bf16_layers: tuple[int, ...] = ()
 
     @classmethod
     def from_run(cls, run: Run) -> LayerSettings:
         """Read the settings from a run that has passed `config.rules.check`."""
         rotary = run.model.position_embedding_type == "rope"
-        return cls(MoEOptions.from_run(run), run.derived.recomputed_modules, rotary, run.derived.bf16_layers)
+        return cls(
+            moe=MoEOptions.from_run(run),
+            recomputed=run.derived.recomputed_modules,
+            rotary=rotary,
+            gathers_latents=run.derived.mla_cp_exchange == LATENT,
+            bf16_layers=run.derived.bf16_layers,
+        )
 
     def of_layer(self, layer: int) -> LayerSettings:
         """Return the settings of one layer of the decoder, by its number from 0 in the whole model."""

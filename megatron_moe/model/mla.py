@@ -6,27 +6,33 @@
 
 The down projections are the same on every tensor-parallel rank. The engine splits their output over the ranks instead
 and then does not sum the gradient of k_pos, which all heads share.
+
+Context-parallel ranks exchange k and v in the core attention, or here norm(c) and k_pos, of which each rank makes the k
+and v of the whole sequence. A rank's gradients of these are then of its own queries alone: those of c and k_pos are
+summed when they go back to their ranks, those of the weight of `up` with all gradients of the dense weights.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.engine.layers import AttnMaskType, MegatronModule, checkpoint
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.kernels.choice import has_kernel
+from megatron_moe.model.attention import WHOLE
 from megatron_moe.moe.experts import without_output
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
-from megatron_moe.parallel.sequence import context_parallel_slice
+from megatron_moe.parallel.sequence import all_gather_sequence, all_gather_split_sequence, context_parallel_slice
 from megatron_moe.platform.cpu_half_gemm import linear
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig, ProcessGroups
 
@@ -63,6 +69,7 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         pg_collection: process groups; `tp` is used, and `cp` where a sequence is split over ranks.
         recomputed: modules that are recomputed in the backward pass, of which "core_attn" and "mla_up_proj" are used.
         rotary: whether the rotary part of queries and keys is rotated; without it there are no positions.
+        gathers_latents: whether latents are gathered over `cp`, in place of keys and values.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         name: str | None = None,
         recomputed: Collection[str] = (),
         rotary: bool = True,
+        gathers_latents: bool = False,
     ) -> None:
         super().__init__(config=config)
         assert pg_collection is not None  # the engine's protocol has a default
@@ -86,22 +94,23 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         self.num_heads = config.num_attention_heads // self.tp_group.size()
         self.query_width = config.qk_head_dim + config.qk_pos_emb_head_dim
         self.key_value_width = config.qk_head_dim + config.v_head_dim
+        self.cp_group = pg_collection.cp if gathers_latents else None
         cp_position = (pg_collection.cp.rank(), pg_collection.cp.size()) if config.context_parallel_size > 1 else (0, 1)
         self.rotary = Rotary(config, *cp_position) if rotary else None
+        self.rotary_of_keys = Rotary(config) if rotary and gathers_latents else self.rotary
         self.recompute_core = "core_attn" in recomputed
         self.recompute_up = "mla_up_proj" in recomputed
         heads, hidden = config.num_attention_heads, config.hidden_size
 
-        def column(input_size: int, output_size: int, buffer_name: str) -> Any:
+        def column(input_size: int, output_size: int, buffer_name: str, **of_this_one: Any) -> Any:
             options = {"gather_output": False, "bias": False, "skip_bias_add": False, "is_expert": False}
             return submodules.column_linear(
                 input_size,
                 output_size,
-                config=config,
                 init_method=config.init_method,
                 tp_comm_buffer_name=buffer_name,
                 tp_group=self.tp_group,
-                **options,
+                **{"config": config, **options, **of_this_one},
             )
 
         def latent_norm(width: int) -> Any:
@@ -121,7 +130,11 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
                 self.q_layernorm.weight.average_gradients_across_tp_domain = True
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim)
         self.kv_layernorm = latent_norm(config.kv_lora_rank)
-        self.linear_kv_up_proj = column(config.kv_lora_rank, heads * self.key_value_width, "kv_up_proj")
+        # Latents that are gathered over CP ranks are gathered over TP ranks with them, and their gradients summed.
+        alone: dict[str, Any] = {}
+        if gathers_latents:
+            alone = {"config": _without_sequence_parallel(config), "disable_grad_reduce": True}
+        self.linear_kv_up_proj = column(config.kv_lora_rank, heads * self.key_value_width, "kv_up_proj", **alone)
         self.linear_proj = submodules.row_linear(
             heads * config.v_head_dim,
             hidden,
@@ -142,7 +155,7 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
             softmax_scale=softmax_scale(config),
             k_channels=self.query_width,
             v_channels=config.v_head_dim,
-            cp_comm_type=cp_comm_type,
+            cp_comm_type=WHOLE if gathers_latents else cp_comm_type,
             pg_collection=pg_collection,
         )
 
@@ -167,6 +180,9 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         latents = self.latents(hidden_states)
         if self.recompute_up and self.training:
             context = without_output(self.query_key_value, self._attend, *latents)
+        elif self.recompute_core and self.training and self.cp_group is not None:
+            # What is kept for the core attention are latents, not the keys and values of the whole sequence.
+            context = checkpoint(self._attend_to_latents, False, self.query(latents[0]), latents[1])
         else:
             context = self._attend(*self.query_key_value(*latents))
         return self.linear_proj(context)
@@ -177,22 +193,34 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         return query_latent, self.linear_kv_down_proj(hidden_states)
 
     def query_key_value(self, query_latent: Tensor, latent_and_key_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query and key [S, B, n, dn + dr], value [S, B, n, dv]: the whole sequence, this rank's n heads."""
-        query_rest, query_pos = self.query_parts(query_latent)
-        latent, key_pos = self.latent_and_key(latent_and_key_pos)
-        key_value, _ = self.linear_kv_up_proj(latent)
+        """Return query and key [S, B, n, dn + dr], value [S, B, n, dv], for this rank's n heads.
 
+        Under context parallelism S is this rank's part, of key and value the whole sequence where latents are gathered.
+        """
+        return self.query(query_latent), *self.key_value(latent_and_key_pos)
+
+    def query(self, query_latent: Tensor) -> Tensor:
+        """Return the query [S, B, n, dn + dr] from its latent."""
+        query_rest, query_pos = self.query_parts(query_latent)
+        if self.rotary is None:
+            return torch.cat((query_rest, query_pos), dim=-1)
+        return self.rotary.join(query_rest, query_pos)
+
+    def key_value(self, latent_and_key_pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Return key [S, B, n, dn + dr] and value [S, B, n, dv], from [S or S/TP, B, rkv + dr]."""
+        latent, key_pos = self.latent_and_key(latent_and_key_pos)
+        # Backward: the gradients of all ranks' heads are summed, and each rank keeps its part of the sequence.
+        if self.cp_group is not None:
+            latent, key_pos = self._of_whole_sequence(latent, key_pos, self.cp_group)
+        else:
+            key_pos = self._over_tp_ranks(key_pos)  # the latent is by its up projection
+        key_value, _ = self.linear_kv_up_proj(latent)
         key_value = key_value.unflatten(-1, (self.num_heads, self.key_value_width))
         key_rest, value = key_value.split((self.config.qk_head_dim, self.config.v_head_dim), dim=-1)
-        # The positional key [S or S/TP, B, dr] is for all heads. Backward: the gradients of all ranks' heads are
-        # summed, and each rank keeps its part of the sequence.
-        spread = all_gather_rows if self.config.sequence_parallel else shared_by_ranks
-        key_pos = spread(key_pos, self.tp_group).unsqueeze(2)
-        if self.rotary is not None:
-            return self.rotary.join(query_rest, query_pos), self.rotary.join(key_rest, key_pos), value
-        query = torch.cat((query_rest, query_pos), dim=-1)
-        key = torch.cat((key_rest, key_pos.expand(-1, -1, self.num_heads, -1)), dim=-1)
-        return query, key, value
+        key_pos = key_pos.unsqueeze(2)  # it is for all heads
+        if self.rotary_of_keys is not None:
+            return self.rotary_of_keys.join(key_rest, key_pos), value
+        return torch.cat((key_rest, key_pos.expand(-1, -1, self.num_heads, -1)), dim=-1), value
 
     def query_parts(self, query_latent: Tensor) -> tuple[Tensor, Tensor]:
         """Return the query's parts [S, B, n, dn] and [S, B, n, dr] from its latent, the second not yet rotated."""
@@ -208,10 +236,30 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         latent, key_pos = latent_and_key_pos.split((self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim), dim=-1)
         return _normed(self.kv_layernorm, latent), key_pos
 
+    def _over_tp_ranks(self, rows: Tensor) -> Tensor:
+        """Return rows [S, ...] that all tensor-parallel ranks read, from [S, ...], or [S / TP, ...] of each rank."""
+        spread = all_gather_rows if self.config.sequence_parallel else shared_by_ranks
+        return spread(rows, self.tp_group)
+
+    def _of_whole_sequence(self, latent: Tensor, key_pos: Tensor, cp_group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        """Return the latents [S, B, rkv] and keys [S, B, dr] of all context-parallel ranks, gathered as one tensor."""
+        rows = torch.cat((latent, key_pos), dim=-1)
+        if self.config.sequence_parallel:
+            rows = all_gather_split_sequence(rows, self.tp_group, cp_group)
+        else:
+            rows = all_gather_sequence(self._over_tp_ranks(rows), cp_group)
+        latent, key_pos = rows.split((latent.shape[-1], key_pos.shape[-1]), dim=-1)
+        return latent, key_pos
+
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        core = partial(self.core_attention, attention_mask=None, attn_mask_type=self.attn_mask_type)
         recomputed = self.recompute_core and self.training
-        return checkpoint(core, False, query, key, value) if recomputed else core(query, key, value)
+        return checkpoint(self._core, False, query, key, value) if recomputed else self._core(query, key, value)
+
+    def _attend_to_latents(self, query: Tensor, latent_and_key_pos: Tensor) -> Tensor:
+        return self._core(query, *self.key_value(latent_and_key_pos))
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.core_attention(query, key, value, attention_mask=None, attn_mask_type=self.attn_mask_type)
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -231,6 +279,12 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., output_size] for x [..., input_size]."""
         return linear(x, self.weight)
+
+
+def _without_sequence_parallel(config: EngineConfig) -> EngineConfig:
+    changed = copy.copy(config)
+    changed.sequence_parallel = False
+    return changed
 
 
 def _normed(norm: torch.nn.Module | None, x: Tensor) -> Tensor:

@@ -29,9 +29,9 @@ from megatron_moe.moe.routing import RoutingDecision, capacity
 from megatron_moe.parallel.collectives import (
     all_gather_rows,
     all_to_all_rows,
-    packed_rows,
     reduce_scatter_rows,
-    trailing_weights,
+    room_for_rows,
+    weights_behind,
 )
 from megatron_moe.platform import hardware
 from megatron_moe.platform.hardware import HostCopy
@@ -41,20 +41,54 @@ from megatron_moe.platform.protocols import AutogradContext
 # index tables: `source` has the row that each copy comes from, `slots` the positions of a row's copies. Copying is a
 # gather by `source`, and its gradient a gather by `slots` with a sum over the copies; summing copies is the same pair
 # the other way round. No backward pass scatters, so the result is deterministic on every device, without atomics.
+# Routing weights move with the rows, in the same kernels.
 
 
-@has_kernel("gather_rows")
-def gather_rows(rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
-    """Return copies [R, ...] of rows [T, ...]; the tables are those of `copy_rows`."""
-    return rows.index_select(0, source)
+@has_kernel("spread_rows")
+def spread_rows(
+    rows: Tensor,
+    weights: Tensor | None,
+    order: Tensor,
+    source: Tensor,
+    slots: Tensor,
+    copies: Tensor,
+    copy_weights: Tensor | None,
+) -> None:
+    """Write copies of rows [T, ...], and of weights [N], into `copies` [R, ...] and `copy_weights` [R].
 
+    All but the tables may be views of packed rows: see `room_for_rows`.
 
-@has_kernel("sum_rows")
-def sum_rows(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
-    """Return the sum [T, ...] of each row's copies [R, ...], added in fp32 or wider and rounded once.
-
-    With `partial`, slots [T, C] may be R, for a copy that is not here.
+    Args:
+        order, source: [R] int64, the weight and the row of each copy.
+        slots: [T, C] int64, the positions of row t's copies, or R and more for one that is not here. Neighbours may
+            share a weight: there are C / (N / T) copies of each.
     """
+    torch.index_select(rows, 0, source, out=copies)
+    if weights is not None and copy_weights is not None:
+        copy_weights.copy_(weights.index_select(0, order))
+
+
+@has_kernel("add_up_rows")
+def add_up_rows(
+    copies: Tensor, copy_weights: Tensor | None, slots: Tensor, partial: bool, hidden: int, sharing: int = 1
+) -> tuple[Tensor, Tensor | None]:
+    """Return sums of copies by row, [T, ...], added in fp32 or wider and rounded once, and of their weights, [N].
+
+    Args:
+        copies, copy_weights: [R, ...], [R]; packed rows (see `room_for_rows`) may be wider than what is added up.
+        slots: [T, C]. partial: whether some are R, for a copy that is not here.
+        hidden: the columns that are added up.
+        sharing: neighbouring copies that share a weight.
+    """
+    rows = _sums(copies, slots, partial)
+    if rows.dim() == 2 and rows.shape[1] > hidden:
+        rows = rows[:, :hidden].contiguous()
+    if copy_weights is None:
+        return rows, None
+    return rows, _sums(copy_weights.contiguous(), slots.view(-1, sharing), partial)
+
+
+def _sums(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
     if partial:
         copies = torch.cat([copies, copies.new_zeros((1, *copies.shape[1:]))])
     if slots.shape[1] == 1:
@@ -66,29 +100,39 @@ def sum_rows(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
     return found.sum(dim=1, dtype=torch.promote_types(copies.dtype, torch.float32)).to(copies.dtype)
 
 
+def _spread(rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
+    copies = rows.new_empty((source.shape[0], *rows.shape[1:]))
+    spread_rows(rows, None, source, source, slots, copies, None)
+    return copies
+
+
+def _add_up(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
+    return add_up_rows(copies, None, slots, partial, copies.shape[-1])[0]
+
+
 class _CopyRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, rows: Tensor, source: Tensor, slots: Tensor, partial: bool) -> Tensor:
         ctx.save_for_backward(slots)
         ctx.partial = partial
-        return gather_rows(rows, source, slots)
+        return _spread(rows, source, slots)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (slots,) = ctx.saved_tensors
-        return sum_rows(grad, slots, ctx.partial), None, None, None
+        return _add_up(grad, slots, ctx.partial), None, None, None
 
 
 class _SumCopies(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, rows: Tensor, source: Tensor, slots: Tensor, partial: bool) -> Tensor:
         ctx.save_for_backward(source, slots)
-        return sum_rows(rows, slots, partial)
+        return _add_up(rows, slots, partial)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         source, slots = ctx.saved_tensors
-        return gather_rows(grad, source, slots), None, None, None
+        return _spread(grad, source, slots), None, None, None
 
 
 def copy_rows(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = False) -> Tensor:
@@ -118,13 +162,14 @@ class ExpertInput:
     """The input of the experts of this rank.
 
     rows: [R, H], grouped by local expert. probs: [R] fp32. offsets: [e] int32, the end of each expert's rows.
-    host_offsets: the offsets in the host's memory, where they are there anyway, for a backend that reads them.
+    host_offsets: returns the offsets in the host's memory, where what they are made of is there anyway, for a backend
+        that reads them; None elsewhere.
     """
 
     rows: Tensor
     probs: Tensor
     offsets: Tensor
-    host_offsets: Tensor | None = None
+    host_offsets: Callable[[], Tensor] | None = None
 
 
 class Dispatcher(ABC):
@@ -203,24 +248,60 @@ class PhasedDispatcher(Dispatcher):
 
 @dataclass(frozen=True)
 class SortPlan:
-    """A sort of rows by expert. source [R]: the token of each row; slots [T, C]: the rows of each token."""
+    """A sort of choices by expert.
 
+    order, source [R]: the choice and the token of each row. slots [T, C]: the rows of each token.
+    """
+
+    order: Tensor
     source: Tensor
     slots: Tensor
 
 
 @has_kernel("sort_by_expert")
-def sort_by_expert(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the order of the choices by expert, stable in the token; its inverse; each expert's end in it, int64.
+def sort_by_expert(
+    expert_ids: Tensor, num_experts: int, partial: bool = False, counts: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the order of the choices by expert, stable in the token, and what belongs to it.
 
-    expert_ids: int64 of any shape, from 0 to `num_experts` - 1.
+    Args:
+        expert_ids: [T, K] int64, from 0 to `num_experts` - 1, with `partial` up to `num_experts`, which sorts last.
+        counts: memory [E] int64 for the last result; None: it is new.
+
+    Returns:
+        order, source: [T x K] int64, the choice and the token of each row.
+        inverse: [T x K], the row of each choice.
+        ends: [E] int32, each expert's end in the order.
+        counts: [E] int64, the choices of each expert.
     """
-    sorted_ids, order = torch.sort(expert_ids.flatten(), stable=True)
-    experts = torch.arange(num_experts, device=sorted_ids.device, dtype=sorted_ids.dtype)
+    ids = expert_ids.flatten()
+    sorted_ids, order = torch.sort(ids, stable=True)
+    experts = torch.arange(num_experts, device=ids.device, dtype=ids.dtype)
     ends = torch.searchsorted(sorted_ids, experts, right=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
-    return order, inverse, ends
+    found = ends.diff(prepend=ends.new_zeros(1))
+    found = found if counts is None else counts.copy_(found)
+    return order, order // expert_ids.shape[1], inverse, ends.to(torch.int32), found
+
+
+@has_kernel("sort_arrived")
+def sort_arrived(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the order by expert of rows that arrived by rank and expert, its inverse, and each expert's end, int32.
+
+    Args:
+        counts: [ranks, e] int64, the rows of each rank for each expert.
+        num_rows: their sum.
+    """
+    cells = counts.flatten()
+    by_expert = counts.t().flatten()
+    arrived_at = cells.cumsum(0) - cells
+    sorted_at = (by_expert.cumsum(0) - by_expert).view(counts.shape[1], -1).t().flatten()
+    row = torch.arange(num_rows, device=counts.device)
+    inverse = row + (sorted_at - arrived_at).repeat_interleave(cells, output_size=num_rows)
+    order = torch.empty_like(inverse)
+    order[inverse] = row
+    return order, inverse, counts.sum(dim=0).cumsum(dim=0).to(torch.int32)
 
 
 def arrange_by_expert(
@@ -235,19 +316,17 @@ def arrange_by_expert(
             `num_experts`, which sorts last, and are cut off.
     """
     partial = rows_here is not None
-    order, inverse, ends = sort_by_expert(expert_ids, num_experts + partial)
-    ends = ends[:num_experts]
+    order, source, inverse, ends, _ = sort_by_expert(expert_ids, num_experts, partial)
     if rows_here is not None:
-        order, inverse = first_rows(order, inverse, rows_here(ends))
-    plan = SortPlan(source=order // expert_ids.shape[1], slots=inverse.view(expert_ids.shape))
-    rows = copy_rows(hidden, plan.source, plan.slots, partial)
-    row_probs = copy_rows(probs.flatten(), order, inverse.unsqueeze(1), partial)
-    return ExpertInput(rows, row_probs, ends.to(torch.int32)), plan
+        order, source, inverse = first_rows(order, source, inverse, rows_here(ends))
+    plan = SortPlan(order, source, inverse.view(expert_ids.shape))
+    rows, row_probs = _CopyWeighted.apply(hidden, probs, plan, partial, False)
+    return ExpertInput(rows, row_probs, ends), plan
 
 
-def first_rows(order: Tensor, inverse: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the first rows of a sort, and its inverse, where `num_rows` stands for rows that were cut off."""
-    return order[:num_rows], inverse.clamp(max=num_rows)
+def first_rows(order: Tensor, source: Tensor, inverse: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the first rows of a sort; in its inverse `num_rows` stands for rows that were cut off."""
+    return order[:num_rows], source[:num_rows], inverse.clamp(max=num_rows)
 
 
 class LocalDispatcher(Dispatcher):
@@ -288,15 +367,20 @@ class AllGatherDispatcher(Dispatcher):
 class SendPlan:
     """What an exchange of rows needs, and what of it the host does not know yet.
 
-    sent: the sort on the token's side, with one slot per chosen expert and ETP rank. splits: on their way to the host.
-    counts [ranks, e]: rows from each rank for each local expert. hidden, dtype: the width of rows, the weights' dtype.
+    sent: the sort on the token's side, with one slot per chosen expert and ETP rank. counts_on_host [2, ranks, e]: on
+    their way there, the rows to each rank and from each rank, for each of its experts. counts [ranks, e]: the latter.
+    hidden, dtype: the width of rows, the weights' dtype.
     """
 
     sent: SortPlan
-    splits: HostCopy
+    counts_on_host: HostCopy
     counts: Tensor
     hidden: int
     dtype: torch.dtype
+
+    def ends_on_host(self) -> Tensor:
+        """Return the end of each local expert's rows, [e]; see `ExpertInput.host_offsets`."""
+        return self.counts_on_host.result()[1].sum(dim=0).cumsum(dim=0)
 
 
 @dataclass(frozen=True)
@@ -323,22 +407,31 @@ class ExchangePlan:
     inverse: Tensor
 
 
-class _Pack(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: AutogradContext, rows: Tensor, weights: Tensor, sent: SortPlan, weighed: SortPlan, partial: bool
-    ) -> Tensor:
-        ctx.save_for_backward(sent.slots, weighed.slots)
-        ctx.hidden, ctx.dtype, ctx.partial = rows.shape[1], weights.dtype, partial
-        return packed_rows(rows, weights, sent.source, weighed.source)
+class _CopyWeighted(torch.autograd.Function):
+    """Copies of rows [T, H] with their weights [T, K], packed for one exchange or as two tensors."""
 
     @staticmethod
-    def backward(ctx: AutogradContext, returned_rows: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        row_slots, weight_slots = ctx.saved_tensors
-        of_weights = sum_rows(trailing_weights(returned_rows, ctx.hidden, ctx.dtype), weight_slots, ctx.partial)
-        # Sums of whole rows, of which the last elements mean nothing: `sum_rows` would copy a part of rows.
-        of_rows = sum_rows(returned_rows, row_slots, ctx.partial)[:, : ctx.hidden].contiguous()
-        return of_rows, of_weights, None, None, None
+    def forward(
+        ctx: AutogradContext, rows: Tensor, weights: Tensor, sort: SortPlan, partial: bool, packed: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.save_for_backward(sort.slots)
+        ctx.hidden, ctx.shape, ctx.dtype, ctx.partial = rows.shape[1], weights.shape, weights.dtype, partial
+        num_rows, hidden = sort.order.shape[0], rows.shape[1]
+        if packed:
+            whole = room_for_rows(num_rows, hidden, rows, weights)
+            copies, copy_weights = whole[:, :hidden], weights_behind(whole, weights.dtype)
+        else:
+            copies, copy_weights = rows.new_empty((num_rows, hidden)), weights.new_empty(num_rows)
+        spread_rows(rows, weights.flatten(), sort.order, sort.source, sort.slots, copies, copy_weights)
+        return whole if packed else (copies, copy_weights)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        (slots,) = ctx.saved_tensors
+        copies, weights = grads[0], weights_behind(grads[0], ctx.dtype) if len(grads) == 1 else grads[1]
+        sharing = slots.numel() // max(ctx.shape.numel(), 1)
+        of_rows, of_weights = add_up_rows(copies, weights, slots, ctx.partial, ctx.hidden, sharing)
+        return of_rows, None if of_weights is None else of_weights.view(ctx.shape), None, None, None
 
 
 class _Unpack(torch.autograd.Function):
@@ -346,29 +439,35 @@ class _Unpack(torch.autograd.Function):
     def forward(
         ctx: AutogradContext, arrived: Tensor, order: Tensor, inverse: Tensor, hidden: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(inverse)
+        ctx.save_for_backward(order, inverse)
         ctx.dtype = dtype
-        weights = trailing_weights(arrived, hidden, dtype)
-        return arrived[:, :hidden].index_select(0, order), weights.index_select(0, order)
+        weights = weights_behind(arrived, dtype)
+        rows, row_weights = arrived.new_empty((order.shape[0], hidden)), weights.new_empty(order.shape[0])
+        spread_rows(arrived[:, :hidden], weights, order, order, inverse.unsqueeze(1), rows, row_weights)
+        return rows, row_weights
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return packed_rows(grad, weights_grad.to(ctx.dtype), inverse, inverse), None, None, None, None
+        order, inverse = ctx.saved_tensors
+        weights_grad, hidden = weights_grad.to(ctx.dtype), grad.shape[1]
+        whole = room_for_rows(inverse.shape[0], hidden, grad, weights_grad)
+        into = (whole[:, :hidden], weights_behind(whole, ctx.dtype))
+        spread_rows(grad, weights_grad, inverse, inverse, order.unsqueeze(1), *into)
+        return whole, None, None, None, None
 
 
-def pack_weighted(rows: Tensor, weights: Tensor, sent: SortPlan, weighed: SortPlan, partial: bool) -> Tensor:
-    """Return copies [R, H + W] of rows [T, H], each with the bytes of its weight, for one exchange: see `packed_rows`.
+def pack_weighted(rows: Tensor, weights: Tensor, sort: SortPlan, partial: bool) -> Tensor:
+    """Return copies [R, W] of rows [T, H], each with its weight behind it, for one exchange: see `room_for_rows`.
 
     Args:
-        rows, weights: [T, H] and [T x K].
-        sent, weighed: the sorts of rows, and of weights, into the R copies.
+        rows, weights: [T, H] and [T, K].
+        sort: of the weights, and of the rows with them, into the R copies.
         partial: as in `copy_rows`.
 
     Backward: the gradient is packed in the same way, by that of `unpack_weighted`, and means nothing in between: it may
     be sent, and not added to or rounded. A row's copies are summed in fp32.
     """
-    return _Pack.apply(rows, weights, sent, weighed, partial)
+    return _CopyWeighted.apply(rows, weights, sort, partial, True)
 
 
 def unpack_weighted(
@@ -377,7 +476,7 @@ def unpack_weighted(
     """Return rows [R, H] and weights [R] of what `pack_weighted` packed, in another order.
 
     Args:
-        arrived: [R, H + W].
+        arrived: [R, W].
         order, inverse: [R], from this order to the other one, and back.
         hidden, dtype: the width of rows, the weights' dtype.
     """
@@ -390,46 +489,44 @@ class AllToAllDispatcher(PhasedDispatcher):
     def prepare(self, hidden: Tensor, decision: RoutingDecision) -> tuple[tuple[Tensor, ...], SendPlan]:
         num_tokens, topk = decision.expert_ids.shape
         etp, group = self.groups.etp_size, self.groups.expert
-        order, inverse, ends = sort_by_expert(self.destinations(decision), self.num_experts + self.drops)
-        ends = ends[: self.num_experts]
-        counts = ends.diff(prepend=ends.new_zeros(1)).view(self.groups.ep_size, self.num_local_experts)
-        sent_counts = counts.repeat_interleave(etp, dim=0)  # [ranks, e]: every ETP rank of an expert gets its rows
-        received_counts = torch.empty_like(sent_counts)
+        both = torch.empty((2, group.size(), self.num_local_experts), dtype=torch.int64, device=hidden.device)
+        sent_counts, received_counts = both.unbind()
+        counts = sent_counts.view(-1) if etp == 1 else None
+        sort = sort_by_expert(self.destinations(decision), self.num_experts, self.drops, counts)
+        order, source, inverse, _, counts = sort
+        if etp > 1:  # every ETP rank of an expert gets its rows
+            by_rank = counts.view(self.groups.ep_size, self.num_local_experts)
+            sent_counts.copy_(by_rank.repeat_interleave(etp, dim=0))
         dist.all_to_all_single(received_counts, sent_counts, group=group)
-        ends_here = received_counts.sum(dim=0).cumsum(dim=0)
-        copied = HostCopy(torch.cat([counts.sum(dim=1), received_counts.sum(dim=1), ends_here]))
+        copied = HostCopy(both)
         # Which rows leave may depend on the splits: on the number kept, or on where a rank's rows are copied. Else the
         # device gathers them while the host waits, in `send`.
-        rows_to_ep = self.splits(copied)[0] if self.drops or etp > 1 else []
+        rows_to_ep = self.splits(copied)[0][::etp] if self.drops or etp > 1 else []
         if self.drops:
-            order, inverse = first_rows(order, inverse, sum(rows_to_ep))
-        pairs, slots = _with_copies(order, inverse, rows_to_ep, etp)
-        sent = SortPlan(source=pairs // topk, slots=slots.view(num_tokens, topk * etp))
-        probs = decision.probs.flatten()
-        packed = pack_weighted(hidden, probs, sent, SortPlan(source=pairs, slots=slots), self.drops)
-        return (packed,), SendPlan(sent, copied, received_counts, hidden.shape[1], probs.dtype)
+            order, source, inverse = first_rows(order, source, inverse, sum(rows_to_ep))
+        if etp > 1:
+            order, inverse = _with_copies(order, inverse, rows_to_ep, etp)
+            source = order // topk
+        sent = SortPlan(order, source, inverse.view(num_tokens, topk * etp))
+        packed = pack_weighted(hidden, decision.probs, sent, self.drops)
+        return (packed,), SendPlan(sent, copied, received_counts, hidden.shape[1], decision.probs.dtype)
 
     def send(self, leaving: tuple[Tensor, ...], plan: SendPlan) -> tuple[tuple[Tensor, ...], RecvPlan]:
-        rows_to_ep, recv_splits = self.splits(plan.splits)
-        send_splits = [n for n in rows_to_ep for _ in range(self.groups.etp_size)]
+        send_splits, recv_splits = self.splits(plan.counts_on_host)
         arrived = all_to_all_rows(leaving[0], send_splits, recv_splits, self.groups.expert)
         return (arrived,), RecvPlan(plan, send_splits, recv_splits)
 
     def arrange(self, arrived: tuple[Tensor, ...], plan: RecvPlan) -> tuple[ExpertInput, ExchangePlan]:
-        send_plan, num_rows = plan.send_plan, sum(plan.recv_splits)
-        counts = send_plan.counts.flatten()
-        local_experts = torch.arange(self.num_local_experts, device=counts.device).repeat(self.groups.expert.size())
-        arrived_ids = local_experts.repeat_interleave(counts, output_size=num_rows)
-        order, inverse, ends = sort_by_expert(arrived_ids, self.num_local_experts)
+        send_plan = plan.send_plan
+        order, inverse, ends = sort_arrived(send_plan.counts, sum(plan.recv_splits))
         rows, row_weights = unpack_weighted(arrived[0], order, inverse, send_plan.hidden, send_plan.dtype)
-        host_offsets = send_plan.splits.result()[-self.num_local_experts :]
         back = ExchangePlan(send_plan.sent, plan.send_splits, plan.recv_splits, order, inverse)
-        return ExpertInput(rows, row_weights, ends.to(torch.int32), host_offsets), back
+        return ExpertInput(rows, row_weights, ends, send_plan.ends_on_host), back
 
     def splits(self, copied: HostCopy) -> tuple[list[int], list[int]]:
-        """Return the rows for each EP rank and from each rank of the group; the host waits for their copy."""
-        rows = copied.result()[: -self.num_local_experts].tolist()
-        return rows[: self.groups.ep_size], rows[self.groups.ep_size :]
+        """Return the rows to and from each rank of the group; the host waits for their copy."""
+        to, of = copied.result().sum(dim=2).tolist()
+        return to, of
 
     def collect(self, rows: Tensor, plan: ExchangePlan) -> Tensor:
         return copy_rows(rows, plan.inverse, plan.order.unsqueeze(1))
@@ -452,8 +549,6 @@ def _with_copies(order: Tensor, inverse: Tensor, rows_to_ep: list[int], etp: int
     Returns:
         choice [N x ETP] that each sent row carries, and slots [T x K, ETP] of each choice.
     """
-    if etp == 1:
-        return order, inverse.unsqueeze(1)
     position = torch.arange(order.shape[0], device=order.device)
     blocks = position.split(rows_to_ep)
     sent_position = torch.cat([block for block in blocks for _ in range(etp)])

@@ -215,7 +215,7 @@ class GroupedExperts(LocalExperts):
         if later is not None:
             gate_up_linear = down_linear = later.grouped_linear
         if self.offsets_on_host:
-            offsets = offsets.cpu() if expert_input.host_offsets is None else expert_input.host_offsets
+            offsets = offsets.cpu() if expert_input.host_offsets is None else expert_input.host_offsets()
         gate_up = gate_up_linear(rows, self.weight1, offsets)
         return self.activate_into(
             weighted_swiglu, lambda hidden: down_linear(hidden, self.weight2, offsets), gate_up, probs

@@ -9,6 +9,7 @@ more for each rank than with the other dispatchers.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class DeepEPDispatcher(PhasedDispatcher):
         choices = plan.local_ids.masked_fill(plan.local_ids == _NOWHERE, self.num_local_experts)
         num_rows = int(plan.counts.sum())
         given, sort = arrange_by_expert(rows, weights, choices, self.num_local_experts, lambda ends: num_rows)
-        return replace(given, host_offsets=plan.counts.cumsum(dim=0)), FlexPlan(plan.handle, sort)
+        return replace(given, host_offsets=partial(plan.counts.cumsum, dim=0)), FlexPlan(plan.handle, sort)
 
     def collect(self, rows: Tensor, plan: FlexPlan) -> Tensor:
         return sum_copies(rows, plan.sort.source, plan.sort.slots, partial=True)
@@ -142,7 +143,7 @@ class HybridEPDispatcher(PhasedDispatcher):
     def arrange(self, arrived: tuple[Tensor, ...], plan: Any) -> tuple[ExpertInput, Any]:
         (rows, weights), (counts, handle) = arrived, plan
         ends = counts.to("cpu", torch.int64).cumsum(dim=0)
-        return ExpertInput(rows, weights, ends.to(rows.device, torch.int32), ends), handle
+        return ExpertInput(rows, weights, ends.to(rows.device, torch.int32), lambda: ends), handle
 
     def collect(self, rows: Tensor, plan: Any) -> Tensor:
         return rows

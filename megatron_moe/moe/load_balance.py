@@ -52,6 +52,18 @@ def count_tokens(
     return counts.scatter_add_(0, cell.flatten(), valid.flatten()).view(num_sequences, num_experts)
 
 
+@has_kernel("add_counts")
+def add_counts(
+    tokens_per_expert: Tensor, num_tokens: Tensor, expert_ids: Tensor, is_padding: Tensor | None = None
+) -> None:
+    """Add a decision's choices to the experts' counts [E] fp32, and its tokens to `num_tokens` [1] int64, in place.
+
+    expert_ids, is_padding: see `count_tokens`. Sums of whole numbers up to 2^24 are exact in any order.
+    """
+    tokens_per_expert += count_tokens(expert_ids, tokens_per_expert.shape[0], is_padding)[0]
+    num_tokens += expert_ids.shape[0] if is_padding is None else (~is_padding).sum()
+
+
 def requested_counts(routed: RoutedTokens) -> Tensor:
     """Return the number of choices per sequence and expert, [B, E] int64, before the capacity drops any.
 

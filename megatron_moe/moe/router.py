@@ -15,7 +15,7 @@ from megatron_moe.config.setting import SCORE_FUNCTIONS
 from megatron_moe.engine.layers import MegatronModule
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.moe.grouped_gemm import gate_product
-from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, requested_counts
+from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, add_counts, requested_counts
 from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import (
     Choice,
@@ -206,22 +206,23 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
 
     def _balance(self, routed: RoutedTokens) -> RoutingDecision:
         """Count the micro-batch, and attach its auxiliary losses to the decision."""
-        num_tokens, is_padding = routed.decision.expert_ids.shape[0], routed.micro_batch.is_padding
-        self.step.add(num_tokens, where=f"layer {self.layer_number}")
-        self.local_num_tokens += num_tokens if is_padding is None else (~is_padding).sum()
-        requested, decision = requested_counts(routed), routed.decision
-        by_expert = requested[0] if len(requested) == 1 else requested.sum(dim=0)
-        with torch.no_grad():
-            if decision.kept is None:
-                self.local_tokens_per_expert += by_expert
-            else:
-                ids, is_kept = decision.expert_ids.flatten(), decision.kept.flatten().long()
-                kept = torch.zeros_like(by_expert).scatter_add_(0, ids, is_kept)
-                self.local_tokens_per_expert += kept.to(torch.float32)
-                self.local_dropped_per_expert += (by_expert - kept).to(torch.float32)
-        if self.aux_losses is None:
-            return decision
-        return self.aux_losses.attach(routed, requested, self.step.global_batch)
+        decision, is_padding = routed.decision, routed.micro_batch.is_padding
+        self.step.add(decision.expert_ids.shape[0], where=f"layer {self.layer_number}")
+        if decision.kept is None:
+            add_counts(self.local_tokens_per_expert, self.local_num_tokens, decision.expert_ids, is_padding)
+            if self.aux_losses is None:
+                return decision
+        requested = requested_counts(routed)
+        if decision.kept is not None:
+            requested_by_expert = requested.sum(dim=0)
+            kept = torch.zeros_like(requested_by_expert)
+            kept.scatter_add_(0, decision.expert_ids.flatten(), decision.kept.flatten().long())
+            self.local_tokens_per_expert += kept.to(torch.float32)
+            self.local_dropped_per_expert += (requested_by_expert - kept).to(torch.float32)
+            self.local_num_tokens += decision.expert_ids.shape[0] if is_padding is None else (~is_padding).sum()
+        return (
+            decision if self.aux_losses is None else self.aux_losses.attach(routed, requested, self.step.global_batch)
+        )
 
 
 class Jitter:

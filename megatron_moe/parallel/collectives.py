@@ -51,32 +51,19 @@ def all_to_all_rows(rows: Tensor, send_splits: list[int], recv_splits: list[int]
     return _AllToAllRows.apply(rows, send_splits, recv_splits, group)
 
 
-def packed_rows(rows: Tensor, weights: Tensor, row_of: Tensor, weight_of: Tensor) -> Tensor:
-    """Return copies [R, H + W] of rows [T, H], in their dtype, each with the bytes of a weight in its last W elements.
+def room_for_rows(num_rows: int, hidden: int, rows: Tensor, weights: Tensor) -> Tensor:
+    """Return memory [R, W] for rows of the dtype of `rows`, each with a weight of the dtype of `weights` behind it.
 
-    One exchange then sends both, and weights keep their bits. Rows are gathered into their places: packing rows that
-    were gathered before would cost the memory and the traffic of all of them again.
-
-    Args:
-        rows: [T, H]. weights: [N], of any dtype.
-        row_of, weight_of: [R] int64, the row and the weight of each copy.
+    One exchange then sends both, and weights keep their bits. W is the next multiple of 16 elements: every row begins
+    at a multiple of 32 bytes or more, so that NCCL copies in packs of 16 bytes and a kernel moves vectors.
     """
-    hidden, size = rows.shape[1], weights.element_size()
-    packed = rows.new_empty((row_of.shape[0], hidden - (-size // rows.element_size())))
-    torch.index_select(rows, 0, row_of, out=packed[:, :hidden])
-    _trailing_bytes(packed, hidden, size).copy_(weights.index_select(0, weight_of).view(torch.uint8).view(-1, size))
-    return packed
+    behind = -(-weights.element_size() // rows.element_size())
+    return rows.new_empty((num_rows, -(-(hidden + behind) // 16) * 16))
 
 
-def trailing_weights(packed: Tensor, hidden: int, dtype: torch.dtype) -> Tensor:
-    """Return the weights [R], in their dtype, behind the first `hidden` elements of `packed_rows`."""
-    size = dtype.itemsize
-    return _trailing_bytes(packed, hidden, size).clone(memory_format=torch.contiguous_format).view(dtype).squeeze(1)
-
-
-def _trailing_bytes(packed: Tensor, hidden: int, size: int) -> Tensor:
-    first = hidden * packed.element_size()
-    return packed.view(torch.uint8)[:, first : first + size]
+def weights_behind(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a view [R] of the weights in `room_for_rows`: the last bytes of each row, as `dtype`."""
+    return packed.view(dtype)[:, -1]
 
 
 def _gather(rows: Tensor, group: ProcessGroup) -> Tensor:

@@ -24,6 +24,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_moe import platform
@@ -98,6 +99,7 @@ def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroups:
     """
     # Before NCCL and cuBLAS start, which read their variables then.
     numerics.apply(run.training.deterministic_mode, run.precision.allow_tf32)
+    sockets_before = _sockets().keys()
     try:
         if not dist.is_initialized():
             backend = platform.backend(run.parallel.distributed_backend)
@@ -116,7 +118,9 @@ def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroups:
                     for name in differing[:5]
                 )
                 raise ConfigError(f"all ranks need the same flags: {shown}; start every node with the same command")
-        return _build(run)
+        built = _build(run)
+        _connections.update(_sockets().keys() - sockets_before)
+        return built
     except BaseException:
         numerics.restore()
         raise
@@ -269,12 +273,47 @@ def side_store() -> dist.Store | None:
     if dist.get_world_size() == 1 or "MASTER_ADDR" not in os.environ:
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_SIDE_TIMEOUT)
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_SIDE_TIMEOUT)
+    return dist.PrefixStore(_meeting(), store)
 
 
 def collectives_record() -> Callable[[], dict[str, Any]] | None:
     """Return what reads NCCL's flight recorder in this process; None with another backend."""
     return nccl_record if dist.get_backend() == "nccl" else None
+
+
+def abort_collectives() -> None:
+    """Let collectives fail that wait for other ranks, so that the main thread can leave; callable from any thread.
+
+    gloo has no call for that, and its connections live as long as anybody has a group: what is shut down are the TCP
+    connections that came up with the groups, where the system lists them (Linux). The store's stay.
+    """
+    if not dist.is_initialized():
+        return
+    if dist.get_backend() == "nccl":
+        for group in list(c10d._world.pg_map):
+            group.abort()
+        return
+    store_port = int(os.environ.get("MASTER_PORT", "0"))
+    for name, descriptor in _sockets().items():
+        if name in _connections:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                if store_port not in (connection.getpeername()[1], connection.getsockname()[1]):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+_connections: set[str] = set()
+"""Names of the sockets that were opened while groups were built."""
+
+
+def _sockets() -> dict[str, int]:
+    """Return this process's sockets, name -> file descriptor; none where the system does not list them."""
+    found = {}
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError):  # closed meanwhile
+            if (name := os.readlink(entry)).startswith("socket:"):
+                found[name] = int(entry.name)
+    return found
 
 
 def destroy(abort: bool = False) -> None:
@@ -287,6 +326,7 @@ def destroy(abort: bool = False) -> None:
     numerics.restore()
     _parts.clear()
     _host_groups.clear()
+    _connections.clear()
     if not dist.is_initialized():
         return
     parallel_state.destroy_model_parallel()
@@ -296,13 +336,28 @@ def destroy(abort: bool = False) -> None:
         dist.destroy_process_group()
 
 
+_meetings = 0
+"""How often this process has met other ranks: a program's runs follow one another."""
+
+
+def _meeting() -> str:
+    """Return a prefix for the keys of these ranks: a launcher's store outlives ranks that it restarts, and runs."""
+    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings}"
+
+
 def _init_distributed(backend: str, timeout: timedelta) -> None:
     """Create the default process group."""
+    global _meetings
     if backend == "nccl":
         torch.cuda.set_device(platform.device())
     if "WORLD_SIZE" in os.environ:
         with _watched_rendezvous():
-            dist.init_process_group(backend, timeout=timeout)
+            # Under a prefix: torch names the groups of a program's next run alike, and would meet at the old addresses.
+            store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+            store.set_timeout(timeout)
+            store = dist.PrefixStore(_meeting(), store)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+        _meetings += 1
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -340,8 +395,7 @@ def _watched_rendezvous() -> Iterator[None]:
 def _count_arrivals(met: threading.Event) -> None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # A launcher's store outlives the ranks that it starts again.
-    key = f"arrived/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    key = f"arrived/{_meeting()}"
     waiting, store = launched.Waiting(), None
     with suppress(RuntimeError):  # of the store, as which torch's own call fails too
         while not met.is_set():

@@ -58,6 +58,18 @@ def all_gather_sequence(rows: Tensor, group: ProcessGroup) -> Tensor:
     return rows if group.size() == 1 else in_order(all_gather_rows(rows, group), group.size())
 
 
+def all_gather_split_sequence(rows: Tensor, tp_group: ProcessGroup, cp_group: ProcessGroup) -> Tensor:
+    """Return the whole sequence [S, ...] in its order, from the parts [S / CP / TP, ...] of all ranks.
+
+    Each TP rank sends its own part to the CP ranks, which may be on other machines; TP ranks then exchange the rest.
+
+    Backward: two reduce-scatters that sum in fp32.
+    """
+    rows = all_gather_rows(all_gather_rows(rows, cp_group), tp_group)
+    parts = rows.unflatten(0, (tp_group.size(), cp_group.size(), -1))
+    return in_order(parts.transpose(0, 1).flatten(0, 2), cp_group.size())
+
+
 def shifted(x: Tensor, by: int, group: ProcessGroup) -> Tensor:
     """Return the tensor with x[:, s + by] at position s, and zero where the sequence has no such position.
 

@@ -248,6 +248,8 @@ def unaffected_by_autocast(function: _Function) -> _Function:
     @functools.wraps(function)
     def run(ctx: AutogradContext, *args: Any) -> Any:
         device_type = next(value.device.type for value in args if isinstance(value, Tensor))
+        if not is_autocast_on(device_type):
+            return function(ctx, *args)
         with without_autocast(device_type):
             return function(ctx, *args)
 

@@ -79,6 +79,19 @@ class OptimizerPart(EngineOptimizer, Protocol):
     _copy_model_params_to_main_params: Callable[..., None]
 
 
+class WrappedChunk(Protocol):
+    """A model chunk in the wrapper for data parallelism: the engine's, or ours for ZeRO stage 3.
+
+    The hooks are called with `overlap_param_gather` alone, which the engine's wrapper has.
+    """
+
+    ddp_config: Any
+
+    def zero_grad_buffer(self) -> None: ...
+    def disable_forward_pre_hook(self) -> None: ...
+    def enable_forward_pre_hook(self) -> None: ...
+
+
 class EngineConfig(Protocol):
     """The engine's TransformerConfig, or for latent attention its MLATransformerConfig."""
 

@@ -214,6 +214,23 @@ class JsonlSink(Sink):
             file.close()
 
 
+class EvaluationsSink(Sink):
+    """Appends the evaluations of a run that trains nothing to a metrics file's neighbour; no line is taken back."""
+
+    def __init__(self, metrics_file: Path) -> None:
+        self.artifact: Path = evaluations_path(metrics_file)
+        self.artifact.parent.mkdir(parents=True, exist_ok=True)
+        metrics_file.touch()  # from which pictures are drawn
+        self._file = open(self.artifact, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the run)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        self._file.write(json.dumps(to_json(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self, summary: dict[str, Any] | None) -> None:
+        self._file.close()
+
+
 def _identity(record: EvalRecord) -> tuple[int, str, int, str]:
     return record.iteration, record.split, record.tokens, float(record.loss).hex()
 

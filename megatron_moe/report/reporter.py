@@ -16,7 +16,7 @@ from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.schema import Run
 from megatron_moe.io.program import StoppedEarly
 from megatron_moe.report.console import console_sink
-from megatron_moe.report.jsonl import JsonlSink, read_steps
+from megatron_moe.report.jsonl import EvaluationsSink, JsonlSink, read_steps
 from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord, StepRecord, exact
 from megatron_moe.report.run_info import FINISHED, RunInfo, SummarySink, Totals
 from megatron_moe.report.sink import OwnSink, Sink, SinkError, TensorBoardSink
@@ -78,7 +78,10 @@ class Reporter:
         for flag in services:
             self._sinks.append(TrackerSink(flag, run, start_iteration, self._info, reported, self.event))
         # Files before the console: a path that cannot be written is reported before a progress line has the terminal.
-        if flags.metrics_file:
+        if flags.metrics_file and run.training.skip_train:
+            with _naming("--metrics-file", flags.metrics_file):
+                self._sinks.append(EvaluationsSink(metrics_file))
+        elif flags.metrics_file:
             with _naming("--metrics-file", flags.metrics_file):
                 self._files = JsonlSink(metrics_file, start_iteration)
                 self._info.write()

@@ -80,7 +80,8 @@ class RunInfo:
 
     def __init__(self, run: Run, start_iteration: int) -> None:
         name = run.logging.metrics_file
-        self._path = None if name is None else info_path(Path(name))
+        # A run that trains nothing is no attempt of the run that it evaluates.
+        self._path = None if name is None or run.training.skip_train else info_path(Path(name))
         earlier = read_info(Path(name)) if name is not None and start_iteration else {}
         _, world_size = launched_world()
         this = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -41,7 +40,7 @@ from megatron_moe.training.program import ProgramParts
 from megatron_moe.training.state_checks import check_precision, damage_on_ranks
 from megatron_moe.training.step_sums import max_over_ranks
 from megatron_moe.training.trainer import RECORDS_KEPT, Splits, Trainer, fault_folder
-from megatron_moe.training.watchdog import Watchdog
+from megatron_moe.training.watchdog import Leave, Watchdog
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,13 @@ def build_trainer(
     stage: Callable[[str], None],
     page_sink: MakePageSink | None,
     parts: ProgramParts,
+    leave: Leave | None = None,
 ) -> Trainer:
     """Build everything a run needs and load what it starts from.
 
-    Collective over all ranks. `resources` is what is given back when the run ends.
+    Collective over all ranks. `resources` is what is given back when the run ends; `leave` is the watchdog's.
     """
-    ranks = _meet(planned.run, resources)
+    ranks = _meet(planned.run, resources, leave)
     # A checkpoint whose content was verified; it may be an earlier step than was planned.
     start_from = verified_checkpoint(planned.run, planned.start_from, say)
     if start_from.known_bad:
@@ -97,6 +97,8 @@ def build_trainer(
     # Each split with as many samples as the run will read.
     steps_left = max((run.training.train_iters or 0) - progress.iteration, 0)
     trained_on = planned.schedule.samples_after(steps_left, progress.consumed_samples)
+    if run.training.skip_train:
+        trained_on = 0
     evaluated = run.training.eval_iters * planned.schedule.final
     tested = evaluated if evaluates_test_split(run) else 0
     splits = Splits(
@@ -116,7 +118,7 @@ def build_trainer(
     start: Path | str | None = run.checkpoint.load_hf
     if source is not None:
         start = source.step
-        if not run.checkpoint.finetune:
+        if not (run.checkpoint.finetune or run.training.skip_train):
             resumed = source.state
         if planned.start_from.continues:
             saved, loaded_step = source.step, planned.start_from.start_iteration
@@ -170,7 +172,7 @@ def build_trainer(
     return trainer
 
 
-def _meet(run: Run, resources: ExitStack) -> RunRanks:
+def _meet(run: Run, resources: ExitStack, leave: Leave | None) -> RunRanks:
     """Initialize the process groups, start the watchdog and lock the folder of `--save` against other runs."""
     pg_collection = groups.initialize(run, fault_folder(run))
     facts = groups.rank_facts()
@@ -183,9 +185,9 @@ def _meet(run: Run, resources: ExitStack) -> RunRanks:
             facts.rank,
             facts.world_size,
             60 * run.parallel.distributed_timeout_minutes,
-            prefix=f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
             on_device=platform.has_cuda(),
             recorded=groups.collectives_record(),
+            leave=leave,
         )
         resources.enter_context(watchdog)
     lock, lock_notes = None, list[str]()

@@ -15,7 +15,7 @@ from megatron_moe.platform.numerics import without_autocast
 from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.step import forward_step
-from megatron_moe.training.step_sums import Model, local_loss, max_over_ranks, sum_over_ranks
+from megatron_moe.training.step_sums import Model, local_loss, max_over_ranks, sum_over_ranks, wrapped
 
 _NARROW = (torch.bfloat16, torch.float16)
 _ROUND_SECONDS = 1.0
@@ -140,7 +140,7 @@ def gathered_parameters(model: Model) -> Iterator[None]:
 
     Without that flag the optimizer step has gathered them already.
     """
-    hooked = [chunk for chunk in model if chunk.ddp_config.overlap_param_gather]
+    hooked = [chunk for chunk in wrapped(model) if chunk.ddp_config.overlap_param_gather]
     for chunk in hooked:
         chunk.disable_forward_pre_hook()
     try:

@@ -19,9 +19,11 @@ def train(trainer: Trainer, callbacks: Sequence[Callback]) -> None:
         SaveError: a checkpoint could not be written, and `--on-save-error` is stop or it was the last.
     """
     trained, consumed = trainer.trained, trainer.progress.consumed_samples
-    batches = batch_iterators(
-        trainer.splits.train, trainer.run, consumed_samples=consumed, pg_collection=trained.pg_collection
-    )
+    batches: list[BatchIterator] = []
+    if not trainer.finished:
+        batches = batch_iterators(
+            trainer.splits.train, trainer.run, consumed_samples=consumed, pg_collection=trained.pg_collection
+        )
     connect(trained.model, trained.optimizer)
     replay = StepReplay(batches, trained.pg_collection, lambda number: trainer.at_step(f"micro-batch {number}"))
     for callback in callbacks:

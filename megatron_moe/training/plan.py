@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_moe.checkpoint import origin
 from megatron_moe.checkpoint.plan import CheckpointPlan
 from megatron_moe.checkpoint.plan import plan as plan_checkpoint
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError, MissingPackage
+from megatron_moe.config.fields import all_fields
+from megatron_moe.config.rules.rule import set_among, spelled
 from megatron_moe.config.schema import Run
 from megatron_moe.config.schema import replace as replace_settings
 from megatron_moe.data.checks import (
@@ -29,7 +32,7 @@ from megatron_moe.io.source_version import other_source
 from megatron_moe.io.texts import size_text
 from megatron_moe.platform import host
 from megatron_moe.report.jsonl import require_metrics
-from megatron_moe.report.tracker import require_trackers
+from megatron_moe.report.tracker import SERVICES, require_trackers
 from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
 
 WORKERS_PER_CORE = 4
@@ -147,6 +150,8 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
         ConfigError: one of them does not fit the flags.
     """
     missing = rules.missing_packages(run, world_size) if run.logging.dry_run else []
+    if run.training.skip_train:
+        run = without_training(run)
     try:
         require_trackers(run)
     except MissingPackage as error:
@@ -178,6 +183,25 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
     ).with_start(start_from)
 
 
+_OF_TRAINING = ("save", "ema_decay", "loss_spike_factor", "profile", "tensorboard_dir", *SERVICES)
+
+
+def without_training(run: Run) -> Run:
+    """Return what `--skip-train` makes of a run: weights alone are loaded, and nothing is saved.
+
+    As in Megatron-LM, what follows a run's steps (TensorBoard, W&B, MLflow) gets nothing.
+    """
+    unused = set_among(run, _OF_TRAINING)
+    changes: dict[str, Any] = {name: all_fields()[name].default for name in unused}
+    if run.checkpoint.load is not None:
+        changes |= {"no_load_optim": True, "no_load_rng": True}
+    alone = replace_settings(run, **changes)
+    if not unused:
+        return alone
+    note = f"--skip-train leaves out {', '.join(spelled(run, name) for name in unused)}"
+    return replace(alone, warnings=(*run.warnings, note))
+
+
 def same_data_notes(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> list[str]:
     """Refuse to continue on other data than the checkpoint was trained on; return notes where that is accepted.
 
@@ -185,7 +209,7 @@ def same_data_notes(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> 
         ConfigError: the data differ.
     """
     source = start_from.source
-    if source is None or source.weights_only or run.checkpoint.finetune:
+    if source is None or source.weights_only or run.checkpoint.finetune or run.training.skip_train:
         return []
     if origin.is_of_megatron(source.state):
         samples = source.state["consumed_samples"]

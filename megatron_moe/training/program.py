@@ -101,7 +101,7 @@ class ProgramParts:
             ConfigError: naming both.
         """
         source = start_from.source
-        if source is None or run.checkpoint.finetune or source.weights_only:
+        if source is None or run.checkpoint.finetune or source.weights_only or run.training.skip_train:
             return
         saved, now = source.state.get("program", {}), self.names()
         for part in sorted({*saved, *now}):

@@ -17,7 +17,7 @@ from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.global_batch import random_states, same_random_states, set_random_states
 from megatron_moe.training.step import run_micro_batches
-from megatron_moe.training.step_sums import Model
+from megatron_moe.training.step_sums import Model, wrapped
 
 
 class StepReplay:
@@ -58,7 +58,7 @@ class StepReplay:
         routing counts are as before.
         """
         snapshot = RouterSnapshot.capture(model)
-        for chunk in model:
+        for chunk in wrapped(model):
             chunk.zero_grad_buffer()
         # A fully sharded model has no room for its gradients before they are reduced: they are reduced as ever.
         reducing = [chunk for chunk in model if not isinstance(chunk, FullyShardedDataParallel)]

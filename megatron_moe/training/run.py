@@ -7,7 +7,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.config import rules
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.config.launch import launched_world, rank_that_prints
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.tokenizers import Tokenizer
@@ -43,6 +43,7 @@ from megatron_moe.training.program import ProgramParts
 from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.start_notes import report_start
 from megatron_moe.training.trainer import Trainer
+from megatron_moe.training.watchdog import Leave
 
 
 def pretrain(
@@ -54,6 +55,7 @@ def pretrain(
     callbacks: Sequence[Callback] = (),
     page_sink: MakePageSink | None = None,
     parts: ProgramParts | None = None,
+    ends_process: bool = True,
 ) -> dict[str, Any]:
     """Train as `run` says and return the summary; rank 0's is also written to `--summary-file`.
 
@@ -65,6 +67,8 @@ def pretrain(
         callbacks: a program's own callbacks on this rank (`training/callback.py`).
         page_sink: makes the sink of `--report-file`; pretrain_moe.py hands in `megatron_moe_tools.pretrain.page_sink`.
         parts: what a program puts in the place of the run's own.
+        ends_process: whether the watchdog ends the processes when a rank fails or hangs; False: every rank raises, and
+            its process is ended only if it has not left the run after `LEAVE_SECONDS` (`training/signals.py`).
 
     Raises:
         ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
@@ -74,7 +78,8 @@ def pretrain(
     """
     # What cannot work by the flags alone is refused first.
     parts = parts or ProgramParts()
-    rules.check(run, launched_world()[1])
+    _, world_size = launched_world()
+    rules.check(run, world_size)
     parts.check(run)
     if run.precision.audit_precision and audit is None:
         raise ConfigError(
@@ -85,7 +90,7 @@ def pretrain(
     require_profiler(run, has_gpu=platform.has_cuda())
     if run.training.deterministic_mode:
         env_vars.deterministic_environment()
-    planned = plan_run(run, launched_world()[1])
+    planned = plan_run(run, world_size)
     parts.check_resume(run, planned.start_from)
     if run.logging.dry_run:
         _say("\n".join([*planned.notes, "dry run: the configuration is sound"]))
@@ -95,11 +100,19 @@ def pretrain(
     with StopSignals(save=run.training.exit_signal_handler) as stop:
         stop.before_end = _say_end
         try:
-            with ExitStack() as resources:
-                trainer = build_trainer(planned, resources, also, stage, page_sink, parts)
+            leave: Leave | None = None
+            outlasting: AbstractContextManager[None] = nullcontext()
+            if not ends_process:
+                leave = partial(_leave, stop)
+                if world_size > 1:
+                    outlasting = stop.outlasting_launcher()
+            with ExitStack() as resources, outlasting:
+                trainer = build_trainer(planned, resources, also, stage, page_sink, parts, leave)
                 report_start(trainer)
                 stop.before_end = partial(_before_end, trainer)
-                if trainer.finished:
+                if run.training.skip_train:
+                    trainer.reporter.message("nothing is trained or saved (--skip-train)")
+                elif trainer.finished:
                     done = trainer.progress.iteration
                     trainer.reporter.message(
                         f"nothing to train: the checkpoint is at iteration {done} of --train-iters "
@@ -120,14 +133,8 @@ def pretrain(
                     Evaluation(stop),
                 ]
                 train(trainer, every)
-                stopped, iteration = trainer.stop_reason, trainer.progress.iteration
-                if stopped is None:
-                    trainer.reporter.message(f"done: {iteration} iterations")
-                else:
-                    trainer.reporter.event("stop", f"stopped at iteration {iteration} {stopped.text}", by=stopped.text)
                 summary = _summary(trainer, planned.tokenizer, stop)
-                trainer.reporter.close(summary, FINISHED if stopped is None else f"stopped {stopped.text}")
-                trainer.require_sinks()
+                _report_end(trainer, summary)
             clean = True
             return summary
         except StoppedEarly as early:
@@ -135,6 +142,16 @@ def pretrain(
             raise
         finally:
             groups.destroy(abort=not clean)
+
+
+def _report_end(trainer: Trainer, summary: dict[str, Any]) -> None:
+    stopped, iteration = trainer.stop_reason, trainer.progress.iteration
+    if stopped is not None:
+        trainer.reporter.event("stop", f"stopped at iteration {iteration} {stopped.text}", by=stopped.text)
+    elif not trainer.run.training.skip_train:
+        trainer.reporter.message(f"done: {iteration} iterations")
+    trainer.reporter.close(summary, FINISHED if stopped is None else f"stopped {stopped.text}")
+    trainer.require_sinks()
 
 
 def _say(text: str) -> None:
@@ -149,10 +166,16 @@ def _say_end(number: int, when: str = "before the first step") -> None:
         _say(f"stopped by {signal_name(number)} {when}")
 
 
+def _leave(stop: StopSignals, fault: RunFault, last_words: Callable[[], None]) -> None:
+    """Let the main thread leave the run, from wherever it is."""
+    stop.leave(fault, last_words)
+    groups.abort_collectives()
+
+
 def _before_end(trainer: Trainer, number: int) -> None:
     """Report why, and what is saved, before a signal that does not save ends this process at once."""
-    if trainer.watchdog is not None and number == signal.SIGTERM:
-        trainer.watchdog.report_before_end()
+    if trainer.watchdog is not None and number == signal.SIGTERM and trainer.watchdog.report_before_end():
+        return
     trainer.reporter.on_abort(f"stopped by {signal_name(number)}")
     kept = "no checkpoint was saved"
     if trainer.saver is not None and trainer.saver.latest is not None:

@@ -13,12 +13,17 @@ import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
-from megatron_moe.io.program import DONE, StoppedEarly, end_interrupted
+from megatron_moe.io.program import DONE, FAILED, StoppedEarly, end_interrupted
+
+LEAVE_SECONDS = 30.0
+"""A program's main thread has so long to leave the run with an exception, see `StopSignals.leave`."""
 
 _SECONDS_TO_LEAVE = 10.0
 _PR_SET_PDEATHSIG = 1
@@ -58,10 +63,15 @@ class StopSignals:
         self._previous: dict[int, object] = {}
         self._wakeup_in, self._wakeup_out = socket.socketpair()
         self._previous_fd = -1
-        self._left = threading.Event()
+        self._left, self._leave_lock = threading.Event(), threading.Lock()
+        self._fault: Exception | None = None
+        self._last_words: Callable[[], None] = lambda: None
+        self._handled_outside: BaseException | None = None
+        self._outlasts_launcher = False
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
 
     def __enter__(self) -> StopSignals:
+        self._handled_outside = sys.exc_info()[1]
         self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
         for number in SAVING:
             self._previous[number] = signal.signal(number, self._on_stop)
@@ -71,18 +81,51 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._left.set()
+        self._leaving = True
+        with self._leave_lock:
+            self._left.set()
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self._previous.items():
             # None: a handler that was not installed from Python, which cannot be put back from here.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
+        if self._outlasts_launcher:
+            ignore_sigterm()
         self._wakeup_in.close()
         # It holds this object, and by `before_end` the whole run. Were it the last to let go of its tensors, when the
         # interpreter has ended, torch's C++ would abort the process.
         self._watcher.join(_SECONDS_TO_LEAVE)
         self.before_end = lambda _: None
 
+    def leave(self, fault: Exception, last_words: Callable[[], None]) -> None:
+        """Raise `fault` in the main thread, unless it handles another error; callable from any thread.
+
+        If the main thread is still in the run after LEAVE_SECONDS, `last_words` is called and the process is ended.
+        """
+        with self._leave_lock:
+            if not self._left.is_set():
+                self._fault, self._last_words = fault, last_words
+                # A signal, for it ends a sleep or a read, too; the watcher counts the time from it.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    @contextmanager
+    def outlasting_launcher(self) -> Iterator[None]:
+        """After an error in the block, ignore SIGTERM until the next run: a program's own `finally` has to follow.
+
+        The launcher sends it to all ranks when the first one has ended, and SIGKILL some time later.
+        """
+        try:
+            yield
+        except Exception:
+            ignore_sigterm()
+            self._outlasts_launcher = True
+            raise
+
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
+        if self._fault is not None:
+            if not self._leaving and sys.exc_info()[1] is self._handled_outside:
+                self._leaving = True
+                raise self._fault
+            return
         # The first one counts: a second changes nothing, and does not disturb the checkpoint or the way out.
         if not self._save or self._leaving:
             return
@@ -113,11 +156,16 @@ class StopSignals:
             if signal.SIGINT in numbers and not self._left.wait(self._grace_seconds):
                 self.before_end(signal.SIGINT)
                 end_interrupted()
+            if self._fault is not None and not self._left.wait(LEAVE_SECONDS):
+                self._last_words()
+                os._exit(FAILED)
             for number in SAVING:
-                if number not in numbers or (self._save and self.loop_looks):
+                if number not in numbers or self._fault is not None or (self._save and self.loop_looks):
                     continue
                 if not self._save:
                     self.before_end(number)
+                    if self._fault is not None:  # another rank's end, which the main thread raises
+                        break
                     _set_c_handler(number, signal.SIG_DFL)
                     os.kill(os.getpid(), number)
                 elif not self._left.wait(self._grace_seconds) and not self.loop_looks:

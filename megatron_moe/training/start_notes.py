@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from megatron_moe import platform
+from megatron_moe.config.latent_exchange import exchange_cost
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
 from megatron_moe.config.schema import Run
 from megatron_moe.engine import defects
@@ -114,8 +115,14 @@ _FP8_FORMS = {
 
 
 def _sharding_notes(run: Run, world_size: int) -> list[str]:
-    """Say where a flag of sharding or offloading has no effect, a line each."""
+    """Say what CP ranks exchange, and where a flag of sharding or offloading has no effect, a line each."""
     notes: list[str] = []
+    if exchange := run.derived.mla_cp_exchange:
+        cost = exchange_cost(run, run.derived.params_dtype_name)
+        notes.append(
+            f"--mla-cp-exchange {exchange}: context-parallel ranks exchange {getattr(cost, exchange):,} numbers of a "
+            f"token and layer (latent: {cost.latent:,}, expanded: {cost.expanded:,})"
+        )
     stage, size = run.derived.zero_stage, run.parallel.zero_hpz_partition_size
     if stage >= 2 and run.moe.num_experts is not None and run.derived.expert_data_parallel_size(world_size) == 1:
         notes.append(

@@ -65,12 +65,13 @@ from megatron_moe.training.step_sums import (
     local_loss,
     pop_mtp_losses,
     sum_over_ranks,
+    wrapped,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult(StepSums):
-    """What a step did; the same on every rank, but for `router_update`, which is that of the pipeline stage."""
+    """Loss and gradient norm of a step, and what it did; the same on every rank but for the stage's `router_update`."""
 
     learning_rate: float
     """The rate that the step used."""
@@ -99,7 +100,7 @@ def connect(model: Model, optimizer: EngineOptimizer) -> None:
     Call it once per run.
     """
     configure(model, grad_scale_func=optimizer.scale_loss)
-    if model[0].ddp_config.overlap_grad_reduce or isinstance(model[0], FullyShardedDataParallel):
+    if wrapped(model)[0].ddp_config.overlap_grad_reduce or isinstance(model[0], FullyShardedDataParallel):
         no_sync = [chunk.no_sync for chunk in model]
         configure(model, no_sync_func=no_sync if len(no_sync) > 1 else no_sync[0])
 
@@ -128,7 +129,7 @@ def train_step(
         before_update: called on all ranks when the backward pass is done and nothing has changed yet.
         zeros_counted: whether to count the zeros of the gradients, which is one more pass over them.
     """
-    for chunk in model:
+    for chunk in wrapped(model):
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     for attention in measured_attentions(model):
@@ -235,7 +236,7 @@ def _own_sums(
     )
 
 
-def _all_finite(optimizer: EngineOptimizer, snapshot: RouterSnapshot, exactly: bool) -> dict[str, Tensor]:
+def _all_finite(optimizer: EngineOptimizer, snapshot: RouterSnapshot, exactly: bool) -> dict[str, Any]:
     """Return whether gradients and state of this rank are finite; see `all_finite`."""
     return {
         "gradients_finite": all_finite(chain.from_iterable(map(main_gradients, parts(optimizer))), exactly),
@@ -331,4 +332,5 @@ def forward_step(
     # A loss per token is divided at the end of the step, by the tokens of the whole global batch.
     per_token = get_model_config(chunk).calculate_per_token_loss
     shared_by = None if per_token else get_attr_wrapped_model(chunk, "pg_collection").cp
-    return output, partial(loss_func, batch["loss_mask"], shared_by=shared_by)
+    loss_mask: Any = batch["loss_mask"]  # a tensor wherever the schedule calls the loss function
+    return output, partial(loss_func, loss_mask, shared_by=shared_by)

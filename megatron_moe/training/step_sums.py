@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,10 +14,15 @@ from megatron_moe import platform
 from megatron_moe.data.batches import hex_of
 from megatron_moe.engine.schedules import get_attr_wrapped_model, get_model_config
 from megatron_moe.platform.hardware import on_device
-from megatron_moe.platform.protocols import ProcessGroups
+from megatron_moe.platform.protocols import ProcessGroups, WrappedChunk
 from megatron_moe.training.gradients import joint_norm
 
 Model = Sequence[torch.nn.Module]
+
+
+def wrapped(model: Model) -> list[WrappedChunk]:
+    """Return the chunks of a model by the type of their wrapper; torch gives every attribute of a module another."""
+    return cast(list[WrappedChunk], list(model))
 
 
 @dataclass(frozen=True)

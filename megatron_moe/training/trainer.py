@@ -100,8 +100,9 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Whether `--train-iters` steps are done."""
-        return self.progress.iteration >= (self.run.training.train_iters or 0)
+        """Whether no step is left to train."""
+        options = self.run.training
+        return options.skip_train or self.progress.iteration >= (options.train_iters or 0)
 
     def count(self, result: StepResult) -> None:
         """Count a step, skipped or not: its sequences are consumed."""

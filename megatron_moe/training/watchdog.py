@@ -5,6 +5,9 @@ heartbeat there, and watches its own progress and whether the next rank on the s
 notices something first asks for the end; all answer with their stacks and what they wait for; one of them draws the
 conclusion (`hang_report.py`), and every process ends with status 1. Processes that are stopped or do not answer are
 ended by SIGKILL from a rank on their machine.
+
+In a program that called `train` the rank that failed raises its own error instead, and the others a RunFault with the
+conclusion.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any, Protocol
 from megatron_moe.checkpoint.errors import SharedError
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.io import launched
+from megatron_moe.io.program import StoppedEarly
 from megatron_moe.training import hang_report
 from megatron_moe.training.hang_report import DOING, FAILED, GONE, GONE_WORDS, LEFT, SILENT, STOPPED, RankStatus
 from megatron_moe.training.signals import ignore_sigterm
@@ -33,7 +37,7 @@ from megatron_moe.training.signals import ignore_sigterm
 BROKEN = 1
 """Exit status of every rank of a run that the watchdog ended."""
 
-_SHARED = (ConfigError, RunFault, KeyboardInterrupt, SystemExit)
+_SHARED = (ConfigError, RunFault, KeyboardInterrupt, StoppedEarly)
 _STDERR = 2  # not sys.stderr, which a notebook or a test may have replaced
 _RANKS_PER_BEAT_SECOND = 500
 _FAILURES_OF_STORE = 3
@@ -112,23 +116,27 @@ class Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
 
 
+Leave = Callable[[RunFault, Callable[[], None]], None]
+"""Raises an error in the main thread, and calls a function before the process is ended because that was in vain."""
+
+
 class RankBoard:
-    """The ranks' heartbeats, their answers and the conclusion, in a store; every method may raise the store's errors.
+    """The ranks' heartbeats, their answers and the conclusion in a store; every method may raise the store's errors."""
 
-    Args:
-        prefix: of this incarnation's keys: a launcher's store outlives the ranks that it starts again.
-    """
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
+    def __init__(self, store: Store) -> None:
+        self._store = store
 
     def write(self, name: str, value: str) -> None:
         """Write a value for all ranks."""
-        self._store.set(f"{self._prefix}/{name}", value)
+        self._store.set(f"watchdog/{name}", value)
 
     def has(self, name: str) -> bool:
         """Return whether a rank has written it."""
-        return self._store.check([f"{self._prefix}/{name}"])
+        return self._store.check([f"watchdog/{name}"])
+
+    def read(self, name: str) -> str:
+        """Return what a rank has written; `has` is asked before."""
+        return self._store.get(f"watchdog/{name}").decode()
 
     def beat(self, rank: int, state: str, mark: str) -> None:
         """Write this rank's heartbeat."""
@@ -139,7 +147,7 @@ class RankBoard:
         """Return a rank's last heartbeat, empty where it wrote none."""
         if not self.has(f"beat/{rank}"):
             return {}
-        return json.loads(self._store.get(f"{self._prefix}/beat/{rank}"))
+        return json.loads(self._store.get(f"watchdog/beat/{rank}"))
 
     def process_of(self, rank: int) -> Process | None:
         """Return the process of a rank, where it is on this machine."""
@@ -156,7 +164,7 @@ class RankBoard:
         """Return a rank's answer, if it has answered."""
         if not self.has(f"status/{rank}"):
             return None
-        return RankStatus.of_json(self._store.get(f"{self._prefix}/status/{rank}"))
+        return RankStatus.of_json(self._store.get(f"watchdog/status/{rank}"))
 
 
 # The watchdog.
@@ -170,9 +178,9 @@ class Watchdog:
         timeout: seconds without progress after which all ranks are ended.
         folder: of the stacks, a file per rank, and the conclusion, besides standard error; may be set later.
         settle: seconds that ranks have to answer.
-        prefix: see `RankBoard`.
         on_device: whether tensors are on a CUDA device, so that this rank waits where it reads from it.
         recorded: returns the dump of NCCL's flight recorder (`hang_report.py`); None without NCCL.
+        leave: lets the main thread leave the run with an error; None: the process is ended.
     """
 
     def __init__(
@@ -183,16 +191,16 @@ class Watchdog:
         timeout: float,
         folder: Path | None = None,
         settle: float = 4.0,
-        prefix: str = "watchdog",
         *,
         on_device: bool = False,
         recorded: Callable[[], Mapping[str, Any]] | None = None,
+        leave: Leave | None = None,
     ) -> None:
-        self._board = None if store is None else RankBoard(store, prefix)
+        self._board = None if store is None else RankBoard(store)
         self._rank, self._world, self._timeout = rank, world_size, timeout
         self._tick = max(min(1.0, timeout / 10), world_size / _RANKS_PER_BEAT_SECOND)
         self.folder, self._settle = folder, max(settle, 3 * self._tick)
-        self._on_device, self._recorded = on_device, recorded
+        self._on_device, self._recorded, self._leave = on_device, recorded, leave
         # The ranks on this machine by the launcher's environment variables; all ranks without them.
         number = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         first = 0
@@ -207,6 +215,9 @@ class Watchdog:
             threading.Thread(target=self._watch_ranks, name="watchdog's store", daemon=True),
         ]
         self._failure: tuple[BaseException, float] | None = None
+        self._fault: RunFault | None = None
+        """What the main thread raises where the run was ended by another rank or by the clock."""
+        self._concluded = threading.Event()
         self._host: Process | None = None
         """Rank 0's process where it is on this machine: without a launcher it holds the store."""
         self.on_abort: Callable[[str, str], None] = lambda _reason, _conclusion: None
@@ -224,30 +235,33 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """End the watch. An error of a kind that all ranks raise is an end of the run; any other is this rank's own."""
-        if error is not None:
-            self.notice(kind, error, trace)
-        if error is not None and self._failure is not None and self._board is not None and not self._stop.is_set():
-            # The others do not know of it. In a run of one rank it is raised further.
-            ignore_sigterm()
-            status = self._status()
-            if status.failed_by_itself:
-                _print("".join(traceback.format_exception(self._failure[0])))
-                from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+        """End the watch. An error of a kind that all ranks raise is an end of the run; any other is this rank's own.
 
-                # torchrun names the first rank that failed by this file; without it, it goes by exit times.
-                get_error_handler().record_exception(self._failure[0])
-            self._end(status)
-        with self._ending:  # which another thread may be about, and then ends the process
-            self._stop.set()
-            if self._board is not None:
-                self._board.beat(self._rank, "done", self._mark)
+        Raises:
+            RunFault: as `notice`.
+        """
+        self.notice(kind, error, trace)
+        if self._leave is None:
+            self._end_by_failure()
+        if error is not None:  # for the others, should they not leave: a program may raise one of those kinds, too
+            self._mark += f", {_short(f'{type(error).__name__}: {error}')}"
+        if not self._concluded.is_set():
+            with self._ending:  # which another thread may be about, and then ends the process
+                self._stop.set()
+                if self._board is not None:
+                    self._board.beat(self._rank, "done", self._mark)
         for thread in self._threads:
             # One that comes back from the store's C++ when the interpreter has ended would abort the process.
             thread.join(self._settle)
 
     def at(self, mark: str, limited: bool = True) -> None:
-        """Record that the run has come to `mark`. Not limited: what begins may take longer than the timeout."""
+        """Record that the run has come to `mark`. Not limited: what begins may take longer than the timeout.
+
+        Raises:
+            RunFault: the run has been ended, which something between the steps has caught.
+        """
+        if self._fault is not None:
+            raise self._fault
         self._mark, self._limited, self._since = mark, limited, time.monotonic()
 
     def notice(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -255,21 +269,51 @@ class Watchdog:
 
         It is called before files are closed and locks released, which takes time: a thread that is asked for this
         rank's status meanwhile answers with the error, not with what is being closed.
-        """
-        if error is not None and not isinstance(error, _SHARED) and self._failure is None:
-            self._failure = (error, time.time())
 
-    def report_before_end(self) -> None:
-        """Report, before a signal ends this rank, if that is because another rank died; end the process then."""
+        Raises:
+            RunFault: in a program, where the error only follows from another rank's.
+        """
+        if error is None or error is self._fault:
+            return
+        if not isinstance(error, _SHARED) and self._failure is None:
+            self._failure = (error, time.time())
+        if self._leave is not None:
+            status = self._end_by_failure()
+            if self._fault is not None and status is not None and not status.failed_by_itself:
+                raise self._fault from None
+
+    def _end_by_failure(self) -> RankStatus | None:
+        """End the run by this rank's error, of which the others do not know; return the status, None: there is none."""
+        if self._failure is None or self._board is None:  # a run of one rank raises it further
+            return None
+        ignore_sigterm()
+        status = self._status()
+        if not self._stop.is_set():
+            if status.failed_by_itself:
+                if self._leave is None:
+                    _print("".join(traceback.format_exception(self._failure[0])))
+                from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+                # torchrun names the first rank that failed by this file; without it, it goes by exit times.
+                get_error_handler().record_exception(self._failure[0])
+            self._end(status)
+        return status
+
+    def report_before_end(self) -> bool:
+        """Report, before a signal ends this rank, if that is because another rank died, and end the process then.
+
+        Return whether a program's main thread raises the conclusion instead.
+        """
         board = self._board
         if board is None or self._stop.is_set():
-            return
+            return self._fault is not None
         try:
             is_over = board.has("end") or any(board.is_lost(rank, board.process_of(rank)) for rank in self._here)
         except Exception:  # a store that is gone, maybe with rank 0: then nobody else can be asked
             is_over = self._host is not None and self._host.is_gone()
         if is_over:
             self._end(self._status())
+        return self._fault is not None
 
     # The threads.
 
@@ -325,14 +369,15 @@ class Watchdog:
     # The end.
 
     def _end(self, status: RankStatus, reason: str = "") -> None:
-        """Answer, read the others' answers, conclude, and end this process with status 1. Once per process."""
+        """Answer, read the others' answers, conclude, and end this process with status 1, or the run. Once per run."""
         if not self._ending.acquire(blocking=False):
             if threading.current_thread() not in self._threads:
-                time.sleep(10 * self._settle)  # the thread that was first ends the process
+                self._concluded.wait(10 * self._settle)  # or until the thread that was first ends the process
             return
         if self._stop.is_set():
             self._ending.release()
             return
+        text = f"rank {self._rank} is ended: {reason}; {status}"
         try:
             ignore_sigterm()  # the launcher's, when the first rank has left: the conclusion is not printed yet
             # A store which is stopped, or whose machine died, gives neither an answer nor an error. `_end_together`
@@ -344,18 +389,37 @@ class Watchdog:
             timer.start()
             if self._board is None:
                 self._write_stacks(status)
-                text = f"rank {self._rank} is ended: {reason}; {status}"
-                _print(f"{launched.name()}: {text}")
-                self.on_abort(f"failed: {text}", text)
+                if self._leave is None:
+                    _print(f"{launched.name()}: {text}")
+                    self.on_abort(f"failed: {text}", text)
             else:
                 try:
-                    self._end_together(self._board, status, reason)
+                    text = self._end_together(self._board, status, reason) or text
                 except Exception as error:  # whose kinds are torch's own
                     self._end_without_store(status, error)
+            timer.cancel()
         finally:
-            os._exit(BROKEN)
+            self._end_process_or_run(text)
 
-    def _end_together(self, board: RankBoard, status: RankStatus, reason: str) -> None:
+    def _end_process_or_run(self, text: str) -> None:
+        """End the process; in a program let the main thread raise the conclusion, and end the process if it cannot."""
+        if self._leave is None:
+            os._exit(BROKEN)
+        if self._concluded.is_set():
+            return
+        self._fault = RunFault(text)
+        self._stop.set()
+        self._concluded.set()
+
+        def last_words() -> None:
+            doing = f"rank {self._rank} is ended, for it has not left the run: {self._mark}"
+            _print(f"{launched.name()}: {doing}; {text}\n{self._stacks()}")
+            self.on_abort(f"failed: {text}", text)
+
+        self._leave(self._fault, last_words)
+
+    def _end_together(self, board: RankBoard, status: RankStatus, reason: str) -> str:
+        """Answer, and return what the ranks conclude; an empty text if that is not known in time."""
         # The status first: a rank that sees the request for the end can count on it.
         board.write(f"status/{self._rank}", status.to_json())
         board.write("end", str(self._rank))
@@ -382,11 +446,12 @@ class Watchdog:
             where = ""
             if self.folder is not None:
                 where = f"; stacks and this text are in {self.folder}"
-            if not launched.leave(launched.CONCLUSION, text + where):
+            if self._leave is None and not launched.leave(launched.CONCLUSION, text + where):
                 _print(f"{launched.name()}: {text}")
             self._write("verdict.txt", text + "\n")
             board.write("verdict", text)
-            self.on_abort(f"failed: {text}", text)
+            if self._leave is None:
+                self.on_abort(f"failed: {text}", text)
         # A rank that is stopped is named before it is woken: it would answer then.
         deadline = time.monotonic() + self._settle
         while not board.has("verdict") and time.monotonic() < deadline:
@@ -403,6 +468,9 @@ class Watchdog:
             time.sleep(_POLL_SECONDS)
         for process in left:
             process.send(signal.SIGKILL)
+        if board.has("verdict"):
+            return board.read("verdict")
+        return ""
 
     def _end_without_store(self, status: RankStatus, error: Exception) -> None:
         """Report that the store ended or stopped with its process, the launcher or rank 0; end this one."""
@@ -413,13 +481,15 @@ class Watchdog:
             holder = f"rank 0 is gone, which held it: {GONE_WORDS}"
         elif state == STOPPED:
             holder = "rank 0 is stopped (SIGSTOP), which may hold it"
-        _print(
-            f"{launched.name()}: the job of {self._world} ranks is ended: the ranks' store does not answer "
-            f"({_short(str(error), 80)}), {holder}. rank {self._rank}: {status}"
+        text = (
+            f"the job of {self._world} ranks is ended: the ranks' store does not answer ({_short(str(error), 80)}), "
+            f"{holder}. rank {self._rank}: {status}"
         )
+        if self._leave is None:
+            _print(f"{launched.name()}: {text}")
         if state == STOPPED and self._host is not None:
             self._host.send(signal.SIGKILL)
-        os._exit(BROKEN)
+        self._end_process_or_run(text)
 
     def _answers(self, board: RankBoard, ranks: Iterable[int]) -> dict[int, RankStatus]:
         """Return the status of the ranks that answer in time; do not wait for those that are gone from this machine."""
@@ -439,14 +509,18 @@ class Watchdog:
     def _write_stacks(self, status: RankStatus) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         head = f"{now} rank {self._rank} on {socket.gethostname()}, process {os.getpid()}: {status}\n{status.text}"
+        text = f"==== {head.rstrip()}\n{self._stacks()}"
+        if self._leave is None and launched.folder() is None:
+            _print(text)
+        self._write(f"stacks_rank_{self._rank:05d}.txt", text)
+
+    def _stacks(self) -> str:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        text = f"==== {head.rstrip()}\n"
+        text = ""
         for ident, frame in hang_report.threads(self._own_threads()):
             stack = "".join(traceback.format_stack(frame)).rstrip()
             text += f"thread {names.get(ident, ident)}:\n{stack}\n"
-        if launched.folder() is None:
-            _print(text)
-        self._write(f"stacks_rank_{self._rank:05d}.txt", text)
+        return text
 
     def _write(self, name: str, text: str) -> None:
         folder = self.folder or launched.folder()

@@ -31,7 +31,7 @@ What a flag of Megatron-LM is here: taken, an alias of another flag, always so, 
 whose value decides, and is not given, the answer for each value.
 
 --json          print an object, flag -> {"answer": ..., "reason": ...}
---rewrite       print the command that trains the same model here; $VARIABLES stay as they are
+--rewrite       print a script that trains the same model here, with the exports and $VARIABLES that the command needs
 --script FILE   take the flags from a shell script, which is read and not run, or from a test case of Megatron-LM's
                 (.yaml); may be given several times
 
@@ -75,6 +75,7 @@ def _main(argv: list[str]) -> int:
         read.variables.update(found.variables)
         read.conditions.update(found.conditions)
         read.launcher = found.launcher or read.launcher
+        read.settings += found.settings
         read.sourced += found.sourced
         read.others += found.others
     asked, lost = [], []
@@ -89,7 +90,7 @@ def _main(argv: list[str]) -> int:
     else:
         say(listed(asked, read))
     if lost and (files or "--rewrite" in switches):
-        note(f"{NAME}: another model trains without what is refused or unknown: {', '.join(lost)}")
+        note(f"{NAME}: another model trains without what is refused or unknown: {', '.join(dict.fromkeys(lost))}")
         return FAILED
     if read.others:
         note(f"{NAME}: {_LEFT_OUT.format(read.others)}")
@@ -150,13 +151,15 @@ def _own() -> dict[str, str]:
 
 
 def listed(asked: Sequence[Asked], read: Script) -> str:
-    """Return a line for each flag, by answer, and the counts; flags that are taken are only counted."""
-    counts = Counter(one.answer for one in asked)
+    """Return a line for each finding, by answer, and the counts; flags that are taken are only counted."""
+    times = Counter(asked)
+    counts = Counter(one.answer for one in times)
     lines = []
     for answer in (*ANSWERS, BY_VALUE):
-        for one in asked:
-            if one.answer == answer and (answer != "taken" or len(asked) == 1):
-                lines.append(f"{answer:8} {' '.join([one.flag, *one.values])}: {one.reason}")
+        for one, number in times.items():
+            if one.answer == answer and (answer != "taken" or len(times) == 1):
+                repeated = f" ({number} times)" if number > 1 else ""
+                lines.append(f"{answer:8} {' '.join([one.flag, *one.values])}{repeated}: {one.reason}")
     lines.append(", ".join(f"{counts[answer]} {answer}" for answer in (*ANSWERS, BY_VALUE) if counts[answer]))
     return "\n".join([*lines, *_open_in(read)])
 
@@ -182,9 +185,65 @@ def rewritten(asked: Sequence[Asked], read: Script) -> str:
                 if lines.get(group[0], group) != group:
                     comments.append(f"# given more than once, the last is kept: {' '.join(lines[group[0]])}")
                 lines[group[0]] = group
-    words = [*read.launcher, "pretrain_moe.py"] if read.launcher else ["megatron-moe", "train"]
+    # It takes torchrun's options and, unlike a file, is found from any folder. Python's own options are left out.
+    words = ["megatron-moe", "train"]
+    if "RANK" in _NAMES.findall(" ".join([*read.launcher, *(setting.text for setting in read.settings)])):
+        words = ["env -u RANK", *words]  # a node's number there; it would be taken for a rank that torchrun has started
+    options: list[str] = []
+    if read.launcher and unquoted(read.launcher[0]).endswith("torchrun"):
+        options = read.launcher[1:]
+    for group in groups(options):
+        if parts(group)[0][2:].replace("_", "-") in _NOT_LAUNCHED:
+            comments.append(f"# left out, megatron-moe train has no such option: {' '.join(group)}")
+        else:
+            words += group
     command = " \\\n  ".join(map(" ".join, (words, *lines.values())))
-    return "\n".join([*comments, command])
+    comments += _given_by_whoever_runs(read, command)
+    return "\n".join([*dict.fromkeys(comments), *_settings_for(command, read), command])
+
+
+def _settings_for(command: str, read: Script) -> list[str]:
+    """Return the script's lines that the command needs: its exports, the variables that it reads, a change of folder.
+
+    PYTHONPATH is not among them: it would put Megatron-LM's modules before ours.
+    """
+    texts: dict[str, str] = {}
+    needed, waiting = {"PYTHONPATH"}, [command]
+    for setting in read.settings:
+        texts[setting.name] = f"{texts.get(setting.name, '')} {setting.text}"
+        if setting.always and setting.name != "PYTHONPATH":
+            waiting.append(setting.text)
+    while waiting:
+        text = waiting.pop()
+        for name in [*_NAMES.findall(text), *re.findall(r"[A-Za-z_]\w*", " ".join(_ARITHMETIC.findall(text)))]:
+            if name in texts and name not in needed:
+                needed.add(name)
+                waiting.append(texts[name])
+    lines = []
+    for setting in read.settings:
+        if setting.name != "PYTHONPATH" and (setting.always or setting.name in needed):
+            lines.append(f"{setting.text}  # only if {setting.test}".removesuffix("  # only if "))
+    return lines
+
+
+def _given_by_whoever_runs(read: Script, command: str) -> list[str]:
+    """Return comments on what the rewritten script takes from where it is run."""
+    if not (read.launcher or read.settings):
+        return []
+    text = "\n".join([*_settings_for(command, read), command])
+    comments = ["# run it in the folder where the script was run"]
+    if arguments := sorted(set(_ARGUMENTS.findall(text))):
+        comments[0] += f", with the same arguments: ${' $'.join(arguments)}"
+    if re.search(r"\$\{?0\b|\bBASH_SOURCE\b", text):
+        comments.append("# put it beside the script: it goes by its own path")
+    known = _ALWAYS_SET.union(setting.name for setting in read.settings)
+    unset: list[str] = []
+    for name in dict.fromkeys(_NAMES.findall(_DEFAULTED.sub("", text))):
+        if name not in known and not name.startswith("SLURM_"):
+            unset.append(name)
+    if unset:
+        comments.append(f"# not set in the script, export them first: ${' $'.join(unset)}")
+    return comments
 
 
 def _open_in(read: Script) -> list[str]:
@@ -208,6 +267,14 @@ def _open_in(read: Script) -> list[str]:
 _LEFT_OUT = "only the first training command is read; other commands that differ: {}; give each its own script"
 _ASSIGNED = re.compile(r"^(?:export |local |declare |readonly )?([A-Za-z_]\w*)\+?=", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{?!?([A-Za-z_]\w*)")
+_NAMES = re.compile(r"\$(?:\{[#!]?)?([A-Za-z_]\w*)")
+_ARGUMENTS = re.compile(r"\$\{?([1-9]\d*|@)")
+_DEFAULTED = re.compile(r"\$\{\w+:?[-=+][^{}]*\}")
+_ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)")
+_DECLARING = frozenset("export declare local readonly typeset env then else do".split())
+_ALWAYS_SET = frozenset("HOME PWD USER HOSTNAME BASH_SOURCE RANDOM".split())
+_NOT_LAUNCHED = frozenset("max-restarts start-method no-python run-path logs-specs use-env".split())
+"""Options of torchrun's that `megatron-moe train` refuses."""
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _BREAK = re.compile(r"[\s;<>]|\|[\s|]|\|\Z")  # a bar within a word is a pipeline layout's
 _PAIRS = {"{": "}", "(": ")"}
@@ -231,6 +298,21 @@ class Word:
     inside: str | None = None
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A line of a script that gives a variable its value or, without a name, changes the folder.
+
+    Args:
+        always: whether the training needs it even if its command does not name it: an export.
+        test: of the `if` that it stands in; nothing outside of one.
+    """
+
+    name: str
+    text: str
+    always: bool
+    test: str
+
+
 @dataclass
 class Script:
     """What a script's text says.
@@ -241,12 +323,14 @@ class Script:
             text has none.
         conditions: the flags that stand in an `if`, with its test: whether they are there depends on it.
         variables: the simple assignments, name -> text.
+        settings: all assignments and changes of the folder before the training command, as typed.
         sourced: files that the script reads, whose flags are not here.
         others: training commands after the first one that differ from it, whose flags are not here either.
     """
 
     flags: list[tuple[str, list[str]]] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
+    settings: list[Setting] = field(default_factory=list)
     launcher: list[str] = field(default_factory=list)
     conditions: dict[str, str] = field(default_factory=dict)
     sourced: list[str] = field(default_factory=list)
@@ -303,14 +387,16 @@ def read_script(text: str) -> Script:
                 if tests:
                     script.conditions |= dict.fromkeys(dict(_flags(words)), " and ".join(tests))
         program = _first(texts, r"\.py\Z")
+        trains = program < len(texts) and "train" in unquoted(texts[program]).rpartition("/")[2]
+        if not ranked.get(0):  # what follows the training command is not for it
+            script.settings += _settings_in(command, trains, " and ".join(tests))
         if unquoted(first) in ("source", ".") and rest:
             script.sourced.append(unquoted(texts[1]))
         elif program < len(texts):
             launcher = texts[_first(texts[:program], r"(^|/)(torchrun|python[\d.]*)$") : program]
             if launcher[1:3] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
                 launcher = ["torchrun", *launcher[3:]]
-            rank = 0 if "train" in unquoted(texts[program]).rpartition("/")[2] else 2
-            ranked.setdefault(rank, []).append((texts[program + 1 :], launcher))
+            ranked.setdefault(0 if trains else 2, []).append((texts[program + 1 :], launcher))
         elif is_flag(first) or first.startswith("$"):
             ranked.setdefault(1, []).append((texts, []))
     chosen = ranked.get(min(ranked, default=0), [])
@@ -335,6 +421,31 @@ def read_script(text: str) -> Script:
         for text in launcher:
             script.launcher += _with_arrays(text, held)
     return script
+
+
+def _settings_in(command: list[Word], trains: bool, test: str) -> Iterator[Setting]:
+    """Yield what a command sets; assignments before a program are for it alone, and matter if it is the training."""
+    texts = [word.text for word in command]
+    if texts[0] == "cd":
+        yield Setting("", " ".join(texts), not test, test)
+    begin = 0
+    while begin < len(texts) and (texts[begin] in _DECLARING or _ASSIGNED.match(texts[begin])):
+        begin += 1
+    exported = "export" in texts or begin < len(texts)
+    if begin < len(texts) and not trains and "export" not in texts[:begin]:
+        return
+    for word in command[: begin if trains else len(command)]:
+        match = _ASSIGNED.match(word.text)
+        name = match[1] if match else word.text
+        if match is None and not (exported and "export" in texts and name.isidentifier() and name not in _DECLARING):
+            continue
+        value = word.text
+        if word.inside is not None:
+            value = f"{word.text}({word.inside})"
+        if exported:
+            value = f"export {value}"
+        holds_flags = match is not None and any(map(is_flag, unquoted(word.text[match.end() :]).split()))
+        yield Setting(name, value, exported and not holds_flags, test)
 
 
 def _first(words: list[str], pattern: str) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,10 @@ def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> E
         if given:
             flags = ", ".join(all_fields()[name].flag for name in given)
             raise ConfigError(f"--no-tokenizer, {flags}: one says to write no tokenizer, the other which; keep one")
-        ids = None if came else _ids(trained_with.get("eod"), trained_with.get("bos"), None)
+        end = trained_with.get("eod")
+        if trained_with.get("type") == _NULL and config.get("tokenizer_type") is None:  # ids that nobody named
+            end = None
+        ids = None if came else _ids(end, trained_with.get("bos"), None)
         return ExportedTokenizer("none: --no-tokenizer", {}, names, ids)
     if not given and names & set(_VOCABULARIES):
         # A model that was trained here on texts was so with the tokenizer that came with it.
@@ -127,7 +131,8 @@ def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> E
     words = f"{tokenizer.name}, SHA-256 {tokenizer.sha256}"
     if made is None:
         note = f"no tokenizer is written: the model was trained with {tokenizer.name}, on ids that stand for no text"
-        return ExportedTokenizer(f"none: {words}", {}, names, _ids(tokenizer.eod, tokenizer.bos, None), (note,))
+        note += f"; eos_token_id is {json.dumps(tokenizer.eos)}"
+        return ExportedTokenizer(f"none: {words}", {}, names, _ids(tokenizer.eos, tokenizer.bos, None), (note,))
     ids = _ids(made.eos, made.bos, made.pad)
     words += f"; its ids are those of {JSON} on {made.texts} texts"
     return ExportedTokenizer(words, made.contents, names, ids, made.notes)
@@ -151,6 +156,8 @@ def generation_ids(ids: Mapping[str, int | None]) -> dict[str, int]:
 CARD = "README.md"
 CARD_OF_THE_FIRST = "README_base_model.md"
 """The name of the card that came with a model, where the model was trained since."""
+FROM_MEMORY = "from_memory"
+"""Key of a step's state: a program had the model in memory, and may have changed its weights."""
 
 _FRONT = """\
 ---
@@ -247,17 +254,24 @@ def model_card(
     for limit, unit in ((10**3, "K"), (10**6, "M"), (10**9, "B")):
         if count >= limit:
             size = f"{count / limit:.3g}{unit}"
+    how, of_program, training = "exported", "", []
+    if state.get("iteration"):
+        how, training = "trained and exported", ["## Training", _table(of_training)]
+    if state.get(FROM_MEMORY):
+        of_program = "It comes from a program's memory, and the program may have changed the weights. "
+        if training:
+            training[0] += " of the checkpoint it comes from"
     return "\n\n".join(
         [
             _FRONT.format(family=family.name),
             f"# {family.architecture}, {size} parameters",
-            f"A mixture-of-experts language model, trained and exported with megatron_moe {__version__}. This card "
+            f"A mixture-of-experts language model, {how} with megatron_moe {__version__}. "
+            f"{of_program}This card "
             "says what the checkpoint knows of itself; licence, intended use, evaluation and the texts' origin are for "
             "its authors to add. `conversion_certificate.json` has the SHA-256 of every tensor.",
             "## Model",
             _table(of_model),
-            "## Training",
-            _table(of_training),
+            *training,
             _LOADING.format(lines=loading),
         ]
     )

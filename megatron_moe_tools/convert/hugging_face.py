@@ -17,9 +17,10 @@ from megatron_moe.checkpoint import origin
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.module_names import is_inside, kept_in_fp32, patterns_of
 from megatron_moe.config.schema import build, flatten, replace
+from megatron_moe.data.hugging_face_folder import SETTINGS
 from megatron_moe.data.transformers_files import json_bytes
 from megatron_moe.hf import folder as hf_folder
-from megatron_moe.hf.config import config_of, differences, settings, settings_of
+from megatron_moe.hf.config import config_of, differences, settings, settings_of, with_positions
 from megatron_moe.hf.families import DEEPSEEK
 from megatron_moe.hf.folder import BLOCK, HFFolder
 from megatron_moe.hf.mapping import MappedBlock, mapping, require_tensors
@@ -37,6 +38,7 @@ from megatron_moe_tools.convert.certificate import Row, expected, require_same
 from megatron_moe_tools.convert.exported_files import (
     CARD,
     CARD_OF_THE_FIRST,
+    FROM_MEMORY,
     GENERATION,
     ExportedTokenizer,
     generation_ids,
@@ -251,6 +253,7 @@ class HuggingFaceSink(ConversionSink):
         for name in tokenizer.left_out:
             companions.pop(name, None)
         self.contents = {**tokenizer.files, hf_folder.CONFIG: self._config(companions)}
+        self._set_tokenizer_limit(companions)
         if tokenizer.ids is not None:  # otherwise generation_config.json stays as it came
             generation, came = {}, companions.get(GENERATION)
             if came is not None:
@@ -258,7 +261,8 @@ class HuggingFaceSink(ConversionSink):
             for name in tokenizer.ids:
                 generation.pop(name, None)
             self.contents[GENERATION] = json_bytes({**generation, **generation_ids(tokenizer.ids)})
-        if self.state.get("iteration"):  # a model that was converted and not trained here keeps the card that it has
+        # A model that was converted, and neither trained here nor in a program's hands, keeps the card that it has.
+        if self.state.get("iteration") or self.state.get(FROM_MEMORY):
             card = model_card(self.run, self.family, self.dtype_words, source.config, self.state, tokenizer.words)
             self.contents[CARD] = card.encode()
         for name in self.contents.keys() - {CARD}:
@@ -317,7 +321,9 @@ class HuggingFaceSink(ConversionSink):
                 f"--family {self.family.name} writes a new one:"
             )
             raise ConfigError(listing(head, wrong))
-        changed = dict(config)  # the dtype and the layers that are written
+        # the context, dtype and layers of what is written
+        changed, said = with_positions(config, self.run.derived.max_position_embeddings)
+        notes += said
         if changed.pop("quantization_config", None) is not None and not self.options.fp8:
             notes.append(f"quantization_config is left out of config.json: the weights are written in {dtype}")
         named: list[str] = [key for key in ("torch_dtype", "dtype") if key in config]
@@ -332,6 +338,17 @@ class HuggingFaceSink(ConversionSink):
                     changed[key] = 0
         changed |= added
         return data if changed == config else json_bytes(changed)
+
+    def _set_tokenizer_limit(self, companions: dict[str, Path]) -> None:
+        """Let a tokenizer that came with the model cut texts at the new number of positions if it did at the old."""
+        paths = companions.get(hf_folder.CONFIG), companions.get(SETTINGS)
+        if SETTINGS in self.contents or paths[0] is None or paths[1] is None:
+            return
+        config, limits = (parse_object(read_small(path, hf_folder.LARGEST_CONFIG), str(path)) for path in paths if path)
+        before, after = config.get("max_position_embeddings"), self.run.derived.max_position_embeddings
+        if limits.get("model_max_length") == before != after:
+            self.contents[SETTINGS] = json_bytes({**limits, "model_max_length": after})
+            self.source.notes.append(f"{SETTINGS}: model_max_length {before} is {after} now")
 
     def planned(self) -> list[OutputFile]:
         """Return the files: pieces in the table's order, then the copies, cut where a file is full."""

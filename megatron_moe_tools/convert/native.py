@@ -43,6 +43,7 @@ from megatron_moe.io.files import new_file, write_bytes, write_json
 from megatron_moe.io.hashing import FileEntry, HashingFile, sha256_of_file
 from megatron_moe_tools.convert import certificate
 from megatron_moe_tools.convert.certificate import Row
+from megatron_moe_tools.convert.exported_files import FROM_MEMORY
 from megatron_moe_tools.convert.pipeline import (
     OPTIMIZER,
     Advance,
@@ -268,8 +269,9 @@ class MemorySource(ConversionSource):
         if self.like is not None:
             config, state = self.like.step_json()
             config |= {"bf16": self.run.precision.bf16, "fp16": self.run.precision.fp16, "keep_fp32": None}
+            config["max_position_embeddings"] = self.run.derived.max_position_embeddings
         table = self.shapes[EMBEDDING][0]
-        return config, {**state, "has_optimizer": False, "padded_vocab_size": table}
+        return config, {**state, "has_optimizer": False, "padded_vocab_size": table, FROM_MEMORY: True}
 
     def facts(self) -> dict[str, Any]:
         return {"family": None, "iteration": 0, "dropped": []}

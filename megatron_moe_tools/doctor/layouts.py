@@ -294,6 +294,8 @@ def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> 
     for kind in kinds:
         if kind in _SIZES:
             flags[_SIZES[kind]] = 2
+    if "CP" in chosen:
+        flags["mla_cp_exchange"] = p.mla_cp_exchange
     if "TP" in chosen:
         flags["sequence_parallel"] = p.sequence_parallel or own.moe.num_experts is not None
         flags["expert_tensor_parallel_size"] = etp

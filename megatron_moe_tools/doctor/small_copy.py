@@ -25,6 +25,7 @@ _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_
 _RESET_SECTIONS = ("data", "checkpoint", "faults", "logging", "parallel", "precision")
 _RESET = (
     "rampup_batch_size",
+    "skip_train",
     "eval_interval",
     "exit_interval",
     "exit_duration_in_mins",

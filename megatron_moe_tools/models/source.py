@@ -128,15 +128,20 @@ def _native(step: Path, notes: list[str], family: str | None) -> ModelSource:
             notes.append(f"{step}: does not say how many of its {rows} rows are tokens: all are used")
     if not isinstance(flat["vocab_size"], int):
         raise ConfigError(f"{step / folder.STATE}: padded_vocab_size {flat['vocab_size']!r} is no count")
-    run = schema.build(flat)
-    name = family or (state.get("hf") or {}).get("family")
-    if name is not None and name not in FAMILIES:
-        raise ConfigError(f"--family {name}: is none of {', '.join(FAMILIES)}")
     content = manifest.read(step)
     companions = {}
     for file in content.files:
         if file.startswith(_COMPANIONS):
             companions[file.removeprefix(_COMPANIONS)] = step / file
+    run = schema.build(flat)
+    if flat.get("max_position_embeddings") is None and "config.json" in companions:
+        # A run that did not say leaves an imported model the positions that it came with.
+        came_with = folder.read_json(companions["config.json"]).get("max_position_embeddings")
+        if isinstance(came_with, int):
+            run = schema.replace(run, max_position_embeddings=max(came_with, run.model.seq_length))
+    name = family or (state.get("hf") or {}).get("family")
+    if name is not None and name not in FAMILIES:
+        raise ConfigError(f"--family {name}: is none of {', '.join(FAMILIES)}")
     known_family = family_of_run(run) if name is None else FAMILIES[name]
     dtype = "float32"
     if config.get("bf16") and not config.get("keep_fp32"):

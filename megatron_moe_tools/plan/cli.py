@@ -212,6 +212,8 @@ def _fit(run: Run, machine: Machine, rest: list[str], flags: argparse.Namespace)
     lines = textwrap.wrap(words, 113, break_long_words=False, break_on_hyphens=False)
     command = " \\\n  ".join(lines).replace("\N{NO-BREAK SPACE}", " ")
     blocks = [f"{title}\n\n  {command}", _head(plan), _memory(plan), _traffic(plan), _step(found)]
+    if plan["mla_cp_exchange"] is not None:
+        blocks.append(_exchanges(plan["mla_cp_exchange"]))
     rows = [["other layouts", "largest rank, GiB", "s a step", "loses by"]]
     for one in found["others"]:
         about = "" if one["planned"] else "about "
@@ -227,12 +229,16 @@ def _fit(run: Run, machine: Machine, rest: list[str], flags: argparse.Namespace)
 def _plan(run: Run, machine: Machine, flags: argparse.Namespace) -> dict[str, Any]:
     """Return the plan; its text is printed as soon as it is known, that of the comparisons after it."""
     # Not before the flags are right: loading torch and the engine takes seconds.
+    from megatron_moe_tools.plan.latent_exchange import compared_exchanges
     from megatron_moe_tools.plan.plan import make_plan, peak_gib, ranked, recommended_stage
 
     known: dict[Hashable, RankTrace] = {}
     plan = make_plan(run, flags.world_size, machine, known)
     print(text_report(plan), end="", flush=True)
     _logger.info("comparing recomputation, routing and layouts nearby")
+    plan["mla_cp_exchange"] = compared_exchanges(run, flags.world_size, machine, known)
+    if plan["mla_cp_exchange"] is not None:
+        print(f"\n{_exchanges(plan['mla_cp_exchange'])}", flush=True)
     plan["recomputation"] = {}
     for kind, modules in RECOMPUTATION.items():
         other = recomputed(run, modules)
@@ -300,7 +306,7 @@ def text_report(plan: dict[str, Any]) -> str:
     """Return the text about the layout itself, for a terminal of 120 columns."""
     speed = (
         f"{brief(plan['model_flops_per_token'] / 1e9)} GFLOP a token (model), "
-        f"{brief(plan['computed_flops_per_token'] / 1e9)} with what is recomputed\n"
+        f"{brief(plan['computed_flops_per_token'] / 1e9)} with what is computed again\n"
         f"pipeline bubble {plan['bubble_share']:.1%} of a step\n"
     )
     if plan["seconds_per_step"] is None:
@@ -344,6 +350,21 @@ def comparison_report(plan: dict[str, Any]) -> str:
             f"  {' '.join(found['switches'])}\n"
         )
     return text
+
+
+def _exchanges(found: dict[str, Any]) -> str:
+    """Return the table of what context-parallel ranks of latent attention may exchange."""
+    columns = ("numbers of a token", "sent, GiB", "to other machines", "TFLOP", "s a step")
+    rows = [[f"--mla-cp-exchange, {found['ranks']} CP ranks", *columns]]
+    for name, way in found["ways"].items():
+        numbers, sent = f"{way['numbers']:,}", (_gib(way["sent"]), _gib(way["between_nodes"]))
+        words, seconds = name, "unknown"
+        if name == found["chosen"]:
+            words += ", as here"
+        if way["seconds"] is not None:
+            seconds = brief(way["seconds"])
+        rows.append([words, numbers, *sent, brief(way["flops"] / 1e12), seconds])
+    return f"{_table(rows)}\nnumbers of one layer; what a way sends and computes in addition, with nothing hidden"
 
 
 def _step(found: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules.rule import spelled as spelled_field
 from megatron_moe.config.schema import Run
+from megatron_moe_tools.plan.latent_exchange import compared_exchanges
 from megatron_moe_tools.plan.layer_costs import LOSS, PREDICTION, LayerCosts, StepTime
 from megatron_moe_tools.plan.layouts import (
     FULL,
@@ -267,7 +268,9 @@ class Search:
 
 
 def fitted_plan(run: Run, world_size: int, machine: Machine, others: int) -> tuple[Run, dict[str, Any]]:
-    """Return the fastest layout that fits, or else the one that takes least, and its plan with an entry `fit`.
+    """Return the fastest layout that fits, or else the one that takes least, and its plan.
+
+    The plan has the entries `fit` and `mla_cp_exchange` in addition.
 
     Args:
         run: with a global batch; its own layout need not be allowed.
@@ -290,6 +293,7 @@ def fitted_plan(run: Run, world_size: int, machine: Machine, others: int) -> tup
         raise no_layout(run, world_size)
     fitted = chosen.layout.run(run, chosen.modules)
     plan = make_plan(fitted, world_size, machine, search.known)
+    plan["mla_cp_exchange"] = compared_exchanges(fitted, world_size, machine, search.known)
 
     candidates = []
     if found.unlimited is not None and found.unlimited.layout != chosen.layout:

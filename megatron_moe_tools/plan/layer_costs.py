@@ -40,11 +40,11 @@ from megatron_moe_tools.plan.layouts import (
     vocabulary,
 )
 from megatron_moe_tools.plan.plan import (
-    Traffic,
     muon_flops,
     purpose,
     rank_memory,
     rank_traffic,
+    sending_seconds,
     sent_by_a_rank,
 )
 from megatron_moe_tools.plan.tracing import ChunkTrace, RankTrace, trace_stage
@@ -117,11 +117,11 @@ class TracedPart(ChunkTrace):
 class StepTime:
     """The seconds of a step by what they go to; each adds to the step.
 
-    compute: products of the model at the assumed share of the peak. recomputed: those that are computed again, and the
-    memory that is written again. tensor, expert: collectives of TP and CP, and of EP, of all micro-batches. pipeline:
-    messages between stages. bubble: waiting at both ends of a step. data: what data parallelism sends, as far as
-    nothing hides it. muon: its exchange, and its iteration at the same share of the peak. host: what is exchanged with
-    the machine's memory, activations as far as no pass hides them.
+    compute: products of the model at the assumed share of the peak, the latents that every CP rank expands included.
+    recomputed: those of recomputation, and the memory that is written again. tensor, expert: collectives of TP and CP,
+    and of EP, of all micro-batches. pipeline: messages between stages. bubble: waiting at both ends of a step. data:
+    what data parallelism sends, as far as nothing hides it. muon: its exchange, and its iteration at the same share of
+    the peak. host: what is exchanged with the machine's memory, activations as far as no pass hides them.
     """
 
     compute: float
@@ -221,7 +221,7 @@ class LayerCosts:
         for call in chunk.collectives:
             if call.kind == "broadcast":
                 continue
-            seconds = self._sending(sent_by_a_rank(call.kind, call.ranks, call.bytes, on.gpus_per_node))
+            seconds = sending_seconds(sent_by_a_rank(call.kind, call.ranks, call.bytes, on.gpus_per_node), on)
             if purpose(call.kind, call.ranks, trace) == "EP":
                 expert_seconds += seconds
             else:
@@ -404,7 +404,7 @@ class LayerCosts:
             trace = self.rank_trace(layout, modules, rank, passes=False)
             sending = {}
             for name, sent in rank_traffic(run, trace, self._world_size, on.gpus_per_node).items():
-                sending[name] = self._sending(sent)
+                sending[name] = sending_seconds(sent, on)
             compute = again = tensor = expert = moved = waiting = 0.0
             for kind in itertools.chain(*map(self._parts, layout.stages[rank :: layout.pp])):
                 part = self.part(layout.sharding, modules, kind)
@@ -446,11 +446,6 @@ class LayerCosts:
             data=max(sharing - hidden, 0.0),
             muon=muon,
         )
-
-    def _sending(self, sent: Traffic) -> float:
-        """Return the seconds of what goes to the same machine, and of what goes to others after it."""
-        near, far = sent.sent - sent.between_nodes, sent.between_nodes
-        return (near / self._machine.node_bandwidth + far / self._machine.network_bandwidth) / 1e9
 
     def compute_seconds(self, flops: float) -> float:
         """Return the seconds of so many FLOPs."""

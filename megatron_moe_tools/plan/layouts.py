@@ -151,6 +151,8 @@ def nearby_layouts(run: Run) -> Iterator[tuple[str, Run]]:
             changes: dict[str, Any] = {name: size}
             if name == "tensor_model_parallel_size":
                 changes["sequence_parallel"] = size > 1
+            elif name == "context_parallel_size" and size == 1:
+                changes["mla_cp_exchange"] = None
             elif name == "pipeline_model_parallel_size" and size:
                 changes["pipeline_model_parallel_layout"] = None
                 changes |= dict.fromkeys(("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"))

@@ -425,6 +425,12 @@ def sent_by_a_rank(kind: str, ranks: tuple[int, ...], size: float, gpus_per_node
     return Traffic(sent, sent * _share_between_nodes(kind, ranks, gpus_per_node))
 
 
+def sending_seconds(sent: Traffic, machine: Machine) -> float:
+    """Return the seconds of what goes to the same machine, and of what goes to others after it."""
+    near, far = sent.sent - sent.between_nodes, sent.between_nodes
+    return (near / machine.node_bandwidth + far / machine.network_bandwidth) / 1e9
+
+
 def _of_unit(run: Run, unit: GatheredUnit, micro_batches: int) -> Iterator[tuple[str, tuple[int, ...], float]]:
     """Yield what a fully sharded model sends of a unit in a step: kind, ranks, bytes of all ranks' parts together."""
     sharding, ranks, count = Sharding.from_run(run), unit.ranks, len(unit.ranks)

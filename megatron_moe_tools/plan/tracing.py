@@ -322,7 +322,8 @@ def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbala
         for name in ("dispatch", "combine"):
             instead[name] = tracer.labelled("dispatch")(getattr(dispatcher, name))
         if isinstance(dispatcher, AllToAllDispatcher):
-            instead["splits"] = lambda *_, sent=sent, rows=rows, ranks=ranks: (sent, [rows] * ranks)
+            sent_to = [count for count in sent for _ in range(ranks // ep)]
+            instead["splits"] = lambda *_, sent_to=sent_to, rows=rows, ranks=ranks: (sent_to, [rows] * ranks)
         else:
             here = rows * ranks if isinstance(dispatcher, AllGatherDispatcher) else sum(sent)
             instead["rows_here"] = lambda _, here=here: here

@@ -1,7 +1,5 @@
 """A small step as several ranks would have saved it, made in milliseconds without ranks, model or engine."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
@@ -9,16 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.io.hashing import FileEntry, sha256_of_file
@@ -47,9 +37,9 @@ def contents(iteration: int, seed: int = 0, tensors: dict[str, torch.Tensor] | N
     """Every file of a step but the manifest, by its name. Tensors with an even number of rows are split over ranks."""
     data = {rank: bytearray() for rank in range(RANKS)}
     kinds: dict[str, Any] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    storage: dict[metadata.MetadataIndex, _StorageInfo] = {}
 
-    def put(rank: int, index: MetadataIndex, content: bytes) -> None:
+    def put(rank: int, index: metadata.MetadataIndex, content: bytes) -> None:
         storage[index] = _StorageInfo(f"__{rank}_0.distcp", len(data[rank]), len(content))
         data[rank] += content
 
@@ -58,18 +48,20 @@ def contents(iteration: int, seed: int = 0, tensors: dict[str, torch.Tensor] | N
         chunks, first = [], 0
         for rank, part in enumerate(tensor.chunk(RANKS) if split else [tensor]):
             start = torch.Size([first] + [0] * (tensor.dim() - 1)) if tensor.dim() else torch.Size([])
-            chunks.append(ChunkStorageMetadata(start, part.shape))
-            put(rank, MetadataIndex(key, start, len(chunks) - 1), saved(part.clone()))
+            chunks.append(metadata.ChunkStorageMetadata(start, part.shape))
+            put(rank, metadata.MetadataIndex(key, start, len(chunks) - 1), saved(part.clone()))
             first += len(part) if tensor.dim() else 0
-        kinds[key] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, chunks)
-    kinds["rerun_state"] = BytesStorageMetadata()
-    put(1, MetadataIndex("rerun_state"), saved({"calls": 3}))
+        kinds[key] = metadata.TensorStorageMetadata(metadata.TensorProperties(tensor.dtype), tensor.shape, chunks)
+    kinds["rerun_state"] = metadata.BytesStorageMetadata()
+    put(1, metadata.MetadataIndex("rerun_state"), saved({"calls": 3}))
     state = {
         "iteration": iteration, "consumed_samples": 4 * iteration, "has_optimizer": True, "layout": {"world_size": 2},
         "versions": {"torch": torch.__version__},
     }  # fmt: skip
     return {
-        ".metadata": pickle.dumps(Metadata(kinds, None, storage, StorageMeta("somewhere", "save", "load"))),
+        ".metadata": pickle.dumps(
+            metadata.Metadata(kinds, None, storage, metadata.StorageMeta("somewhere", "save", "load"))
+        ),
         "metadata.json": json.dumps({"sharded_backend": "torch_dist"}).encode(),
         "common.pt": saved({"optimizer": {"param_groups": [{"lr": 0.1, "params": [0]}]}}),
         "config.json": json.dumps({"lr": 0.001, "seed": 1234}, indent=1).encode(),

@@ -1,7 +1,5 @@
 """Ways in which a step on a disk goes wrong, each one applied, looked for, and taken back."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections import defaultdict

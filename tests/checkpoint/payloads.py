@@ -3,8 +3,6 @@
 Wherever a payload's code runs, it makes a file, the sentinel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """What the tests of re-sharding and resuming share: layouts, a small model on real tokens, and comparing steps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is saved is what was trained, bit for bit; what lacks a tensor or would be rounded twice is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Which step is loaded, which folder is refused, and that nothing visible is ever half written. No torch."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_moe.checkpoint import folder

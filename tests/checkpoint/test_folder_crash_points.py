@@ -1,7 +1,5 @@
 """A few of the crash points and refusals of `make soak`: what a save leaves when it ends in the middle."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A step is on the disk before it counts as saved; which steps go then, and that a sound one is always left."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

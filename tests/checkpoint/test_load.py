@@ -1,7 +1,5 @@
 """A damaged step is found before a weight of it is used, named with its file, and the one before it is taken."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A step of any layout is read by any other, every bit of it; the run goes on there as it would have gone on."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatch
 from typing import Any
 
@@ -20,6 +18,8 @@ SCALE = {"initial_loss_scale": 256.0, "loss_scale_window": 2}
 THIRDS = {"num_experts": 4, "moe_router_num_groups": None, "moe_router_group_topk": None, "global_batch_size": 6}
 LETTERS = {"num_layers": 4, "moe_layer_freq": 1, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
 DENSE_FIRST = {"moe_layer_freq": "[0,1]"}
+# The first of two stages has no experts, and both hold the one table of the vocabulary.
+PREDICTING = {**DENSE_FIRST, "mtp_num_layers": 2, "untie_embeddings_and_output_weights": False}
 # The first parameter of the model is bf16 and the fp32 ones are spread among the others, so that no two orders agree.
 KEPT = ("norms", "decoder.layers.1.mlp.experts", "*.mlp.router", "decoder.layers.0.self_attention")
 KEYS_OF = {"norms": "*norm.weight", "router": "*router.weight", "*.mlp.router": "*router.weight"}
@@ -55,7 +55,15 @@ JOURNEYS: dict[str, tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = {
     ),
     # Crossings between kinds of optimizers, with a stage that has no experts.
     "fp16, distributed to whole": ({"fp16": True, **SCALE, **DENSE_FIRST}, [stop(2, 1, pp=2), stop(1)]),
-    "fp32, distributed to whole and back": (DENSE_FIRST, [stop(2, 1, pp=2), stop(2, 0, pp=2), stop(1, 1)]),
+    "fp32, predictions, distributed to whole and back": (
+        PREDICTING,
+        [
+            stop(2, 1, pp=2, mtp_loss_scaling_factor=0.3),
+            stop(2, 0, pp=2),  # whose weight of these losses is another, as in DeepSeek-V3's training
+            stop(1, 1, mtp_loss_scaling_factor=0.3),
+            stop(2, 1, pp=2, mtp_loss_scaling_factor=0.3),
+        ],
+    ),
     "fp32, every layout": ({}, chain((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 1, 4), (1, 1, 1))),
     "bf16, every layout": (
         {**cases.MODES["bf16, distributed"], "keep_fp32": KEPT, "ema_decay": 0.9},
@@ -76,7 +84,7 @@ JOURNEYS: dict[str, tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = {
         ],
     ),
 }
-TEST = ["bf16", "dtypes", "fp16, distributed to whole", "fp32, distributed to whole and back"]
+TEST = ["bf16", "dtypes", "fp16, distributed to whole", "fp32, predictions, distributed to whole and back"]
 
 
 @pytest.mark.parametrize("name", rows(JOURNEYS, test=TEST))

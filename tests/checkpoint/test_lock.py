@@ -1,7 +1,5 @@
 """One job per folder: who is refused, who is taken over, and who finds out. No torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

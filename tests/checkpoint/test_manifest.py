@@ -1,7 +1,5 @@
 """A manifest sees every flipped bit, every file that is missing, extra, swapped or changed, and names it. No torch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

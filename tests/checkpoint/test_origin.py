@@ -1,7 +1,5 @@
 """Every step of a model that was imported keeps what it was imported with, so that it can be exported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A checkpoint that does not fit the run is refused with every key that differs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +44,16 @@ def test_every_differing_key_is_listed_with_both_values(tmp_path):
         "--vocab-size: checkpoint None, this run 99",
     ):
         assert words in str(error.value)
+
+
+def test_a_checkpoint_of_megatron_names_its_defaults_where_the_run_has_ours(tmp_path):
+    state = {"iteration": 50, "has_optimizer": True, "megatron": {}}
+    write_step(tmp_path, 50, config=flatten(replace(RUN, norm_epsilon=1e-5)), state=state)
+    with pytest.raises(ConfigError, match="--defaults megatron"):
+        plan(replace(RUN, load=str(tmp_path)))
+    with pytest.raises(ConfigError) as error:
+        plan(replace(RUN, load=str(tmp_path), norm_epsilon=1e-4))
+    assert "--defaults" not in str(error.value)
 
 
 def test_another_precision_is_a_changed_setting_and_so_is_another_optimizer(tmp_path):

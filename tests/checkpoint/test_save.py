@@ -1,7 +1,5 @@
 """Saving, at once and in the background: the same bits, nothing torn, and a refusal that all ranks learn of."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -4,18 +4,14 @@ Ranks are forked from one warm process, so that a start costs seconds; `make soa
 layouts, and some under torchrun.
 """
 
-from __future__ import annotations
-
 import random
 import time
-from pathlib import Path
 
 import pytest
 
 from megatron_moe.checkpoint.folder import steps
 from tests.helpers import kills
 from tests.helpers.launchers import Forked
-from tests.helpers.ranks import RankParent
 from tests.helpers.rows import rows
 
 ITERATIONS = 9
@@ -28,9 +24,7 @@ BACKGROUND = ("--async-save", "--keep-last-k", "2", "--save-retain-interval", "6
     # a killed EP2 job that saves at once goes on in launch/test_train_ending_jobs.py too
     rows([("EP2", (), (4,)), ("TP2", BACKGROUND, (2, 5))], test=[("TP2", BACKGROUND, (2, 5))]),
 )
-def test_a_run_that_is_killed_equals_one_that_is_not(
-    rank_parent: RankParent, tmp_path: Path, layout: str, saving: tuple[str, ...], lines: tuple[int, ...]
-) -> None:
+def test_a_run_that_is_killed_equals_one_that_is_not(rank_parent, tmp_path, layout, saving, lines):
     """It is killed a moment after its log has that many lines."""
     forked = Forked(rank_parent)
     world_size, flags = kills.LAYOUTS[layout]

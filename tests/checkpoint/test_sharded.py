@@ -1,7 +1,5 @@
 """A range of a tensor's elements is a few boxes, which have these elements in their order."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """A step's tensors, read box by box: from any cut, only the bytes needed, nothing but what the index says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A checkpoint that was made to run code runs none: loaded for its weights, resumed, or inspected."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Host memory for saves: as much as the plan says, locked as it is on a GPU's machine, and given back."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of other programs' settings share."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DeepSpeed configuration files for tests: what they hold, and what they change."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

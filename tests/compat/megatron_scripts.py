@@ -1,7 +1,5 @@
 """The command lines of public Megatron-LM scripts: names in `megatron_scripts.txt`, values next to them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """Keys of a DeepSpeed file: what each sets, what wins over it, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Configuration files as people have them become settings of this framework."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What wins over a key of a DeepSpeed file, what follows from its batch sizes, and rules that name its keys."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_moe.config import rules, schema

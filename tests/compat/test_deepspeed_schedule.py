@@ -1,7 +1,5 @@
 """A schedule of a DeepSpeed file that is taken gives the rates of DeepSpeed's formula, iteration by iteration."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,9 +1,8 @@
 """A shell script's training command is read without being run, answered, and rewritten."""
 
-from __future__ import annotations
-
 import json
 import shlex
+import subprocess
 
 import pytest
 
@@ -101,22 +100,58 @@ def test_strings_of_flags_are_read_through_the_commands_that_run_them_and_a_plai
 def test_a_rewritten_command_keeps_values_and_names_what_it_leaves_out(answered):
     lines = answered("--rewrite", script=ARRAYS, status=1).splitlines()
     comments = [line for line in lines if line.startswith("#")]
-    assert len(comments) == 3 and "common.sh" in comments[0] and "--decoder-seq-length 1024" in comments[2]
+    assert len(comments) == 5 and "common.sh" in comments[0] and "--decoder-seq-length 1024" in comments[2]
+    assert comments[4].endswith(": $ADDR $CKPT") and lines[5] == "TP=${TP:-2}"
     assert 'only if [ "$FULL" = 1 ]: --recompute-activations' in comments[1]
-    command = "\n".join(lines[3:])
-    launcher = "torchrun --nproc_per_node 8 --nnodes ${NNODES:-1} --master_addr $ADDR --log-dir logs pretrain_moe.py"
+    command = "\n".join(lines[6:])
+    launcher = "megatron-moe train --nproc_per_node 8 --nnodes ${NNODES:-1} --master_addr $ADDR --log-dir logs"
     assert command.startswith(launcher)
     for kept in ('"([0]*1+[1]*3)"', "--tensor-model-parallel-size $TP", "--recompute-granularity selective"):
         assert kept in command
     for dropped in ("--ckpt-format", "--dist-ckpt-format", "--use-mcore-models"):
         assert dropped not in command
     words = shlex.split(command.replace("\\\n", " "))
-    defaults, megatron, *flags = words[words.index("pretrain_moe.py") + 1 :]
+    defaults, megatron, *flags = words[words.index("--defaults") :]
     assert (defaults, megatron) == ("--defaults", "megatron")
     run = compat.parse([*flags[:6], "--seed", "3"])
     assert run.model.num_layers == 4 and run.warnings == ()
     said = answered("--rewrite", "--n-group", "8", "--use-fused-rmsnorm", status=1)
     assert "# unknown: --n-group 8: use --moe-router-num-groups" in said and "rmsnorm: a kernel" in said
+
+
+WITH_ARGUMENTS = """#!/bin/bash
+export DATA=/data PYTHONPATH=/Megatron-LM:$PYTHONPATH
+NNODES=1; GPUS=8; NUMBER=${RANK:-0}
+CKPT=$1
+LR=${2:-1e-4}
+BATCH=$((GPUS * NNODES))
+UNUSED=3
+ARGS="--lr $LR --lr $LR --sft --sft --save $CKPT --data-path $DATA/a --global-batch-size $BATCH --seed ${SEED}"
+NCCL_DEBUG=WARN torchrun --max-restarts 3 --nnodes $NNODES --node_rank $NUMBER pretrain_gpt.py $ARGS
+SEED=4
+"""
+
+
+def test_a_rewritten_script_runs_with_the_arguments_and_exports_of_the_script_from_any_folder(answered, tmp_path):
+    text = answered("--rewrite", script=WITH_ARGUMENTS, status=1)
+    assert text.count("# refused: --sft") == 1 and "# left out" in text and "UNUSED" not in text
+    assert "arguments: $1 $2\n" in text and "export them first: $SEED\n" in text
+    program = tmp_path / "bin" / "megatron-moe"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@" "${RANK-none}" "$NCCL_DEBUG" "$PYTHONPATH"\n')
+    program.chmod(0o755)
+    environment = {"PATH": f"{program.parent}:/usr/bin:/bin", "RANK": "7", "SEED": "5", "PYTHONPATH": "ours"}
+    command = ["bash", "-c", text, "bash", "here"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [
+        *"train --nnodes 1 --node_rank 7 --defaults megatron --lr 1e-4 --save here --data-path /data/a".split(),
+        *"--global-batch-size 8 --seed 5 none WARN ours".split(),
+    ]
+
+
+def test_a_finding_is_listed_once_with_how_often_it_stands_there(answered):
+    said = answered(script=WITH_ARGUMENTS, status=1).splitlines()
+    assert said[0].startswith("refused  --sft (2 times): ") and said[1] == "5 taken, 1 refused"
 
 
 def test_the_answers_of_a_list_are_an_object_by_flag(answered):

@@ -1,7 +1,5 @@
 """Each of Megatron-LM's flags has one answer, and a command line with them becomes one with ours."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from functools import cache

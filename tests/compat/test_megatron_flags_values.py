@@ -1,7 +1,5 @@
 """Public Megatron-LM scripts are taken with their values: each passes the rules, or is refused for a reason."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Megatron-LM's defaults: the table is right, `--defaults megatron` takes them, and a run names those it leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from typing import Any

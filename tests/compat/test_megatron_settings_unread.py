@@ -1,7 +1,5 @@
 """Values that Megatron-LM accepts and ignores are left out with a note, and change nothing else."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

@@ -6,8 +6,6 @@ FILE is JSON: {"folder": ..., "watched": [...], "rows": [{"main": "module:functi
 For each row a line of JSON is printed: status, out, err, whether torch was loaded, and what was changed on the disk.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Refusals of the command line, of files and of rules."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A YAML file sets fields by their names, flat or under their section, with the types of the schema."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_moe.config import cli

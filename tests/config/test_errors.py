@@ -3,8 +3,6 @@
 The rows are run by `tests/config/mistakes.py`, by the module in RUN_BY of their program.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

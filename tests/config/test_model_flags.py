@@ -1,7 +1,5 @@
 """Each setting is read by the code that it is for."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 

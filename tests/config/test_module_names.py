@@ -1,8 +1,6 @@
 """The declared parts are those of the built model: names, parameters, buffers and dtypes; and patterns choose among
 them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A layout by letters is read as the engine reads it, and the engine builds the layers that a stage is said to have."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest
@@ -45,6 +43,7 @@ SPLITS = {
     "even": {**PP4},
     "virtual": {**PP4, "num_layers_per_virtual_pipeline_stage": 1},
     "virtual by number": {**PP4, "num_virtual_stages_per_pipeline_rank": 2},
+    "last": {**PP4, "decoder_last_pipeline_num_layers": 2},
     "first and last": {**PP4, "decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3},
     "uneven": {**PP4, "pipeline_model_parallel_layout": "E|t*5|tt|tL"},
     "loss alone": {**PP4, "pipeline_model_parallel_layout": "Et|(t|)*5,tt|L"},

@@ -1,7 +1,5 @@
 """Every rule refuses the run that breaks it, naming flags and values, and lets its neighbour pass."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import shlex

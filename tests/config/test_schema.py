@@ -1,7 +1,5 @@
 """What follows from a run's settings: layouts, patterns, sizes and counts, checked against published figures."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest
@@ -64,38 +62,6 @@ def test_a_wrong_layer_expression_is_refused_and_never_run(expression):
         _ = run.derived.moe_layer_pattern
 
 
-@pytest.mark.parametrize(
-    ("changes", "counts"),
-    [
-        ({}, [2, 2, 2, 2]),
-        ({"num_layers": 7, "decoder_last_pipeline_num_layers": 1}, [2, 2, 2, 1]),
-        ({"decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3}, [1, 2, 2, 3]),
-        ({"num_layers": 5, "pipeline_model_parallel_size": 1}, [5]),
-        ({"num_layers": 5, "pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 2,
-          "decoder_last_pipeline_num_layers": 3}, [2, 3]),
-    ],
-)  # fmt: skip
-def test_layers_are_spread_over_stages(changes, counts):
-    run = schema.replace(schema.Run(), **{"num_layers": 8, "pipeline_model_parallel_size": 4, **changes})
-    assert run.derived.pipeline_layer_counts == tuple(counts)
-
-
-def test_sizes_of_parallel_groups_multiply_to_the_world():
-    run = run_of(
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4"
-        " --expert-tensor-parallel-size 1"
-    )
-    assert run.derived.data_parallel_size(16) == 4
-    assert run.derived.expert_data_parallel_size(16) == 2
-    assert schema.replace(run, expert_tensor_parallel_size=None).derived.expert_tensor_parallel_size == 2
-
-
-def test_batches_count_sequences_and_microbatches():
-    run = run_of("--micro-batch-size 4")
-    assert run.derived.global_batch_size(3) == 12
-    assert schema.replace(run, global_batch_size=24).derived.num_microbatches(3) == 2
-
-
 @pytest.mark.parametrize(("vocab", "tp", "padded"), [(1, 1, 128), (128, 1, 128), (129, 1, 256), (129, 4, 512)])
 def test_the_vocabulary_is_padded_for_tensor_parallel(vocab, tp, padded):
     assert run_of(f"--tensor-model-parallel-size {tp}").derived.padded_vocab_size(vocab) == padded
@@ -130,12 +96,6 @@ def test_one_virtual_stage_is_none():
 )
 def test_open_normalisation_follows_megatrons_rule(flags, normalised):
     assert run_of(flags).derived.norm_topk_prob is normalised
-
-
-def test_warmup_is_a_count_or_a_share_of_the_decay():
-    assert run_of("--train-iters 200 --lr-warmup-iters 7").derived.lr_warmup_length == 7
-    assert run_of("--train-iters 200 --lr-warmup-fraction 0.1").derived.lr_warmup_length == 20
-    assert run_of("--train-iters 200 --lr-decay-iters 100 --lr-warmup-fraction 0.1").derived.lr_warmup_length == 10
 
 
 def test_training_in_sequences_is_whole_steps_and_its_schedule_counts_sequences():

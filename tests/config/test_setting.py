@@ -1,7 +1,5 @@
 """Score functions, expert backends and dispatchers that a program registers from outside of the package."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

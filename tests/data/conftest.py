@@ -1,7 +1,5 @@
 """What the data tests share: small indexed datasets, written by the project's own preprocessing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

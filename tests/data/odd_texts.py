@@ -1,7 +1,5 @@
 """A folder of files as crawls have them: lines that are no documents, of every kind, between lines that are."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

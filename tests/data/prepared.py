@@ -1,7 +1,5 @@
 """Datasets that the project's own preprocessing makes of files of text, and a tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

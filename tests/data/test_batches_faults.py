@@ -3,8 +3,6 @@
 `test_index_file.py` and `test_checks.py` have every kind of damage; here are the doors that a run comes through.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

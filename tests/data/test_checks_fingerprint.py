@@ -1,7 +1,5 @@
 """A resume that would read another order of samples is refused with every setting that differs."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_moe.config.errors import ConfigError

@@ -1,7 +1,5 @@
 """The data flags: what they mean."""
 
-from __future__ import annotations
-
 import pytest
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,

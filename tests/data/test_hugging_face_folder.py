@@ -1,7 +1,5 @@
 """The ids of a Hugging Face folder are those of transformers, which is installed or not, or it is refused."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

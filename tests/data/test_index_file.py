@@ -1,12 +1,9 @@
 """Damaged index files are found when they are opened, and the message names the file and the place."""
 
-from __future__ import annotations
-
 import math
 import os
 import random
 import struct
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -134,28 +131,14 @@ def test_chunks_cover_all_tokens_in_order(prefix, monkeypatch):
     assert numpy.concatenate([tokens for _, tokens in parts]).tolist() == list(range(1, 11))
 
 
-# ---- entropy, in nats per token
+def test_label_entropy_in_nats_counts_what_an_evaluation_predicts():
+    def of(count: int, *samples: tuple[list[int], list[float]]) -> float:
+        return label_entropy([{"labels": torch.tensor(a), "loss_mask": torch.tensor(b)} for a, b in samples], count)
 
-
-def plain_entropy(ids: list[int]) -> float:
-    counts = Counter(ids)
-    return sum(-c / len(ids) * math.log(c / len(ids)) for c in counts.values())
-
-
-def test_entropy_of_equal_counts_is_the_logarithm_of_their_number():
-    def of(labels: list[int], counting: float = 1.0) -> float:
-        return label_entropy([{"labels": torch.tensor(labels), "loss_mask": torch.full((len(labels),), counting)}], 1)
-
-    assert of([0, 2, 3, 4]) == pytest.approx(math.log(4), rel=1e-15)
-    assert of([1, 1, 1]) == 0.0
+    every = [1.0, 1.0, 1.0]
+    samples = ([1, 1, 2], [1.0, 1.0, 0.0]), ([3, 3, 9], every), ([50, 50, 50], every)
+    wanted = -2 * 2 / 5 * math.log(2 / 5) - 1 / 5 * math.log(1 / 5)  # of 1 1 3 3 9
+    assert of(2, *samples) == pytest.approx(wanted, rel=1e-15)
+    assert of(1, ([1, 1, 1], every)) == 0.0
     with pytest.raises(ValueError, match="no tokens"):
-        of([1, 2], 0.0)
-
-
-def test_label_entropy_counts_what_an_evaluation_predicts():
-    samples = [
-        {"labels": torch.tensor([1, 1, 2]), "loss_mask": torch.tensor([1.0, 1.0, 0.0])},
-        {"labels": torch.tensor([3, 3, 9]), "loss_mask": torch.tensor([1.0, 1.0, 1.0])},
-        {"labels": torch.tensor([50, 50, 50]), "loss_mask": torch.ones(3)},
-    ]
-    assert label_entropy(samples, 2) == pytest.approx(plain_entropy([1, 1, 3, 3, 9]), rel=1e-15)
+        of(1, ([1, 2], [0.0, 0.0]))

@@ -1,7 +1,5 @@
 """What preprocessing reads: compressed files, tables, folders of Hugging Face's, and how it says what it does not."""
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Merging: the bytes of preprocessing all inputs together, of data that fit together only."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Preprocessing: the same datasets however the work is cut, nothing half written, errors that name file and line."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Lines that are no documents: named, or skipped, counted by reason and listed; the others' tokens are the same."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Preprocessing that is killed goes on where it was, and ends with the same bytes; other parts are not taken."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

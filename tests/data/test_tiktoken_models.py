@@ -1,7 +1,5 @@
 """Tokenizers of tiktoken ranks give tiktoken's ids, from Kimi's folders and Megatron's JSON."""
 
-from __future__ import annotations
-
 import base64
 import json
 import random

@@ -1,7 +1,5 @@
 """Every tokenizer of a run becomes files that transformers loads, with the same ids; what cannot is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@
 torch and the engine already; everything else is bash.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """benchmarks/bias_exactness.py finds wrong updates of the engine, and none of ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

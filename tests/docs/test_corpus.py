@@ -1,7 +1,5 @@
 """The corpus: every file in one split only, the same each time, never half written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Dockerfiles copy what is there, run as no root, and never replace the image's own libraries."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

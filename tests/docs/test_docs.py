@@ -1,7 +1,5 @@
 """README and docs name paths, tests, links and flags that exist."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

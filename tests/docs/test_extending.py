@@ -1,7 +1,5 @@
 """docs/internals/extending.md: its program runs, and its lines do what it says."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

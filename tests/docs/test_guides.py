@@ -1,7 +1,5 @@
 """Each guide's commands, typed in as it has them, do what it shows: at the size that guides.yaml makes of them."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

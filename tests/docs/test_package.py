@@ -4,8 +4,6 @@ The wheel is built from the source distribution, and installed into an environme
 on are those of this Python: nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The programs of examples/python print what they promise, and the notebook runs in a kernel."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The site: it is built strictly, fits into a day's reading, and is searched offline, light and dark."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 python -m tests.engine.defects_page
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_moe.engine.defects import NEWEST, OLDEST, Defect, dotted, known_defects

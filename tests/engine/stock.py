@@ -1,7 +1,5 @@
 """The engine's own router and ours side by side, for the tests that show the engine's defects."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

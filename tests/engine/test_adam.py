@@ -1,7 +1,5 @@
 """Our Adam: torch's arithmetic, apex's place for the step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,7 +1,5 @@
 """The table of the engine's defects is sound and true, and a run reports which of them it meets."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

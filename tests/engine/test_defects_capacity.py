@@ -1,7 +1,5 @@
 """The engine's capacity, sinkhorn, jitter and global loss: each known defect shows there, and not in ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Pipeline, tensor parallelism, schedules and modules of the engine: each known defect shows there, and not in ours."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import sys
@@ -83,7 +81,7 @@ def exchanged() -> dict[str, Any]:
     return found
 
 
-def test_batched_messages_between_two_stages_are_swapped(gloo: Any) -> None:
+def test_batched_messages_between_two_stages_are_swapped(gloo):
     for rank in gloo.run(2, exchanged):
         assert rank["single"] == rank["right"]
         assert present("S1") == (rank["batched"] == rank["right"][::-1])
@@ -111,7 +109,7 @@ def of_two_ranks() -> dict[str, Any]:
     }
 
 
-def test_a_key_shared_by_all_heads_gets_the_gradient_of_one_ranks_heads(once: Any) -> None:
+def test_a_key_shared_by_all_heads_gets_the_gradient_of_one_ranks_heads(once):
     """The engine's latent attention takes the rotary key out of such a gathered tensor and sums nothing."""
     for rank in once(2, of_two_ranks):
         stock, ours = rank["gradients"]
@@ -119,7 +117,7 @@ def test_a_key_shared_by_all_heads_gets_the_gradient_of_one_ranks_heads(once: An
         assert present("S2") == (stock == [rank["weight"]])
 
 
-def test_a_tensor_that_is_not_contiguous_is_not_reduced(once: Any) -> None:
+def test_a_tensor_that_is_not_contiguous_is_not_reduced(once):
     once_each, twice = [[0, 3], [1, 4], [2, 5]], [[0, 6], [2, 8], [4, 10]]
     for rank in once(2, of_two_ranks):
         assert rank["sums"] == (once_each if present("S4") else twice, twice)
@@ -135,7 +133,7 @@ def expert_weights() -> dict[str, Any]:
     return {"stock": stock.weight.detach(), "ours": layer.experts.local_weights()[0][0].detach().clone()}
 
 
-def test_expert_parallel_ranks_start_with_the_same_experts(gloo: Any) -> None:
+def test_expert_parallel_ranks_start_with_the_same_experts(gloo):
     first, second = gloo.run(2, expert_weights)
     assert present("S6") == torch.equal(first["stock"], second["stock"])
     assert not torch.equal(first["ours"], second["ours"])
@@ -153,7 +151,7 @@ def scheduled(function: Any, output: torch.Tensor, cp_size: int = 1) -> tuple[fl
     return loss.item(), logged[0]
 
 
-def test_the_logged_loss_is_divided_with_the_other_unless_it_is_a_copy(pg: Any) -> None:
+def test_the_logged_loss_is_divided_with_the_other_unless_it_is_a_copy(pg):
     def naive(output: torch.Tensor) -> Any:
         total = output.sum()
         return total, {"lm loss": total.detach()}
@@ -164,7 +162,7 @@ def test_the_logged_loss_is_divided_with_the_other_unless_it_is_a_copy(pg: Any) 
     assert loss == 0.5 and logged["lm loss"].tolist() == [16.0, 8.0]
 
 
-def test_a_loss_of_two_values_is_multiplied_by_the_context_parallel_size(pg: Any) -> None:
+def test_a_loss_of_two_values_is_multiplied_by_the_context_parallel_size(pg):
     output = torch.full((1, 8), 2.0)
     loss, _ = scheduled(lambda losses: (losses.mean(), {}), output, cp_size=2)
     assert present("S22") == (loss == 2 * 2.0 / 4)
@@ -172,7 +170,7 @@ def test_a_loss_of_two_values_is_multiplied_by_the_context_parallel_size(pg: Any
     assert loss == 2.0 / 4
 
 
-def test_a_stage_without_moe_layers_has_no_losses_to_log(pg: Any) -> None:
+def test_a_stage_without_moe_layers_has_no_losses_to_log(pg):
     forget_logged_losses()
     message = ""
     try:
@@ -187,7 +185,7 @@ def test_a_stage_without_moe_layers_has_no_losses_to_log(pg: Any) -> None:
 
 
 @NO_ENGINE_EXTENSION
-def test_the_gate_looks_for_a_name_that_is_not_there() -> None:
+def test_the_gate_looks_for_a_name_that_is_not_there():
     published = as_published(moe_utils)
     assert present("S10") == (not hasattr(published, "te_general_gemm"))
     product = published.RouterGatingLinearFunction.forward
@@ -195,7 +193,7 @@ def test_the_gate_looks_for_a_name_that_is_not_there() -> None:
 
 
 @NO_ENGINE_EXTENSION
-def test_recomputing_without_output_asks_for_fp8_by_default(pg: Any) -> None:
+def test_recomputing_without_output_asks_for_fp8_by_default(pg):
     published = as_published(engine_random)
     assert present("S11") == published.CheckpointWithoutOutput().fp8
     x = torch.ones(2, requires_grad=True)
@@ -203,7 +201,7 @@ def test_recomputing_without_output_asks_for_fp8_by_default(pg: Any) -> None:
     assert torch.equal(x.grad, torch.full((2,), 8.0))
 
 
-def test_the_first_recomputation_compiles_an_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_recomputation_compiles_an_extension(monkeypatch):
     published, compiled = as_published(engine_random), []
 
     def load_inline(name: str, **_: Any) -> Any:
@@ -218,9 +216,7 @@ def test_the_first_recomputation_compiles_an_extension(monkeypatch: pytest.Monke
     assert present("S27") == hasattr(engine_random, "_get_share_storage")
 
 
-def test_a_transformer_engine_that_cannot_be_loaded_ends_the_import(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_transformer_engine_that_cannot_be_loaded_ends_the_import(monkeypatch, tmp_path):
     (tmp_path / "transformer_engine.py").write_text("raise OSError('libcudart.so.11.0: cannot open')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
@@ -229,7 +225,7 @@ def test_a_transformer_engine_that_cannot_be_loaded_ends_the_import(
     assert present("S28")
 
 
-def test_the_fused_gelu_is_another_function() -> None:
+def test_the_fused_gelu_is_another_function():
     x = torch.linspace(-4, 4, 100)
     assert present("S29") == (not torch.allclose(bias_gelu(torch.zeros(1), x), torch.nn.functional.gelu(x), atol=1e-5))
     approximation = torch.nn.functional.gelu(x, approximate="tanh")
@@ -237,7 +233,7 @@ def test_the_fused_gelu_is_another_function() -> None:
 
 
 @NO_ENGINE_EXTENSION
-def test_latent_attention_and_layer_specs_of_the_engine_cannot_be_built(pg: Any) -> None:
+def test_latent_attention_and_layer_specs_of_the_engine_cannot_be_built(pg):
     config = MLATransformerConfig(
         num_layers=1, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True, q_lora_rank=8,
         kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8, rope_type="rope",
@@ -251,7 +247,7 @@ def test_latent_attention_and_layer_specs_of_the_engine_cannot_be_built(pg: Any)
     assert present("S15")
 
 
-def test_layer_specs_without_transformer_engine_rename_norms_in_checkpoints(pg: Any) -> None:
+def test_layer_specs_without_transformer_engine_rename_norms_in_checkpoints(pg):
     run = replace(Run(), num_experts=4, moe_ffn_hidden_size=8)
     config = transformer_config(run)
     engine = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
@@ -261,7 +257,7 @@ def test_layer_specs_without_transformer_engine_rename_norms_in_checkpoints(pg: 
     assert not ours.submodules.sharded_state_dict_keys_map
 
 
-def test_a_missing_common_state_is_an_error_of_another_kind(tmp_path: Path) -> None:
+def test_a_missing_common_state_is_an_error_of_another_kind(tmp_path):
     """Ours is found before: tests/checkpoint/test_folder.py."""
     load = common.load_common if hasattr(common, "load_common") else common.TorchCommonLoadStrategy().load_common
     with pytest.raises((AttributeError, CheckpointingException)) as error:
@@ -269,7 +265,7 @@ def test_a_missing_common_state_is_an_error_of_another_kind(tmp_path: Path) -> N
     assert present("S16") == (error.type is AttributeError)
 
 
-def test_the_norm_refuses_sequence_parallelism() -> None:
+def test_the_norm_refuses_sequence_parallelism():
     config = small_config(
         **TP2, sequence_parallel=True, normalization="RMSNorm", persist_layer_norm=False, params_dtype=torch.float32
     )
@@ -279,14 +275,14 @@ def test_the_norm_refuses_sequence_parallelism() -> None:
     assert RMSNorm(config, 8).weight.sequence_parallel
 
 
-def test_the_engines_attention_refuses_context_parallelism(pg: Any) -> None:
+def test_the_engines_attention_refuses_context_parallelism(pg):
     """Ours: tests/model/test_context_parallel_ranks.py."""
     assert present("S26")
     with pytest.raises(AssertionError, match="only supported by TEDotProductAttention"):
         DotProductAttention(small_config(context_parallel_size=2), 1, AttnMaskType.causal, "self", pg_collection=pg)
 
 
-def test_the_engine_needs_a_package_that_it_does_not_ask_for() -> None:
+def test_the_engine_needs_a_package_that_it_does_not_ask_for():
     asked_for = [name for name in importlib.metadata.requires("megatron-core") or () if "extra ==" not in name]
     assert present("S9") == (not any(name.startswith("psutil") for name in asked_for))
     assert importlib.util.find_spec("psutil") is not None
@@ -298,7 +294,7 @@ def flip_a_bit(file: Path, where: int) -> None:
     file.write_bytes(content)
 
 
-def test_a_flipped_bit_of_a_checkpoint_is_loaded(pg: Any, tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_checkpoint_is_loaded(pg, tmp_path):
     stock, value = tmp_path / "stock", torch.arange(1.0, 1025.0)
     stock.mkdir()
     saved, wanted = (ShardedTensor.from_rank_offsets("weight", one) for one in (value.clone(), torch.zeros(1024)))

@@ -1,7 +1,5 @@
 """Gradients, optimizer and loss scale of the engine: each known defect shows there, and not in ours."""
 
-from __future__ import annotations
-
 import math
 from contextlib import ExitStack
 from pathlib import Path
@@ -187,7 +185,7 @@ def test_a_skipped_step_has_moved_the_bias(pg: Any) -> None:
 
 @pytest.mark.parametrize("half", [{}, BF16], ids=["fp32", "bf16"])
 def test_a_step_of_nan_is_taken_by_the_engines_optimizer(pg: Any, half: dict[str, Any]) -> None:
-    """Ours skips it: tests/training/test_step.py, tests/training/test_step_overflow_ranks.py."""
+    """Ours skips it: tests/training/test_step.py, tests/training/test_faults_ranks.py."""
     model = wrapped(Weights(small_config(num_moe_experts=2, **half)), pg)
     optimizer = optimizer_of(model, pg, **half)
     for parameter in model.parameters():

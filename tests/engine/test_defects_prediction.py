@@ -1,7 +1,5 @@
 """The engine's losses, of the next token and of further ones: each known defect shows there, and not in ours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

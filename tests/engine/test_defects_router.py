@@ -3,8 +3,6 @@
 Where a defect was fixed in a release, the table in megatron_moe/platform says so, and these tests hold the table to it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -62,7 +60,7 @@ def rounded_state(router: Any, wrapper: Any) -> tuple[Any, float, float]:
     return wrapped, kept, router.local_tokens_per_expert[0].item()
 
 
-def test_counts_steps_and_loaded_biases_are_rounded_to_bf16(pg: Any) -> None:
+def test_counts_steps_and_loaded_biases_are_rounded_to_bf16(pg):
     stock, ours = both_routers(pg, 4, **BIAS, **BF16)
     theirs, their_bias, their_count = rounded_state(stock, EngineFloat16Module)
     wrapped, bias, count = rounded_state(ours, Float16Module)
@@ -79,9 +77,7 @@ def test_counts_steps_and_loaded_biases_are_rounded_to_bf16(pg: Any) -> None:
 
 
 @pytest.mark.parametrize("num_experts", [4, 6])
-def test_padding_masks_experts_where_there_are_as_many_as_tokens_and_crashes_elsewhere(
-    pg: Any, num_experts: int
-) -> None:
+def test_padding_masks_experts_where_there_are_as_many_as_tokens_and_crashes_elsewhere(pg, num_experts):
     """True is padding, in the engine's code as in ours, whatever its documentation says (E5)."""
     stock, ours = both_routers(pg, num_experts, **BIAS)
     hidden, is_padding = one_hot_logits([0, 0, 1, 2], num_experts), torch.tensor([[True], [False], [False], [False]])
@@ -106,7 +102,7 @@ def counts_after_a_sum() -> dict[str, Any]:
     return {"stock": (int(local), int(total)), "ours": (counts.item(), summed.item()), "right": (mine, 8)}
 
 
-def test_local_counts_are_overwritten_by_their_sum_over_ranks(gloo: Any) -> None:
+def test_local_counts_are_overwritten_by_their_sum_over_ranks(gloo):
     for rank in gloo.run(2, counts_after_a_sum):
         assert rank["ours"] == rank["right"]
         assert present("E12") == (rank["stock"] == (8, 8)) and rank["stock"][1] == 8
@@ -135,13 +131,13 @@ def per_token_ratio(**losses: Any) -> dict[str, float]:
     [{"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}, {"moe_z_loss_coeff": 0.1}],
     ids=["aux_loss", "z_loss"],
 )
-def test_with_a_loss_per_token_attached_losses_are_divided_by_the_ranks(gloo: Any, losses: dict[str, Any]) -> None:
+def test_with_a_loss_per_token_attached_losses_are_divided_by_the_ranks(gloo, losses):
     for ratio in gloo.run(2, per_token_ratio, **losses):
         assert close(ratio["ours"], 1.0)
         assert close(ratio["stock"], 0.5 if present("E7") else 1.0)
 
 
-def test_a_sequences_loss_weighs_less_in_a_larger_micro_batch(pg: Any) -> None:
+def test_a_sequences_loss_weighs_less_in_a_larger_micro_batch(pg):
     """E8: the gradient of a per-token seq_aux_loss of two sequences at once, over that of one after the other."""
     hidden = torch.randn(8, 2, 4, generator=torch.Generator().manual_seed(6))
     losses = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.1}
@@ -173,13 +169,13 @@ def logged_z_loss() -> dict[str, float]:
     }
 
 
-def test_the_logged_z_loss_is_one_ranks(gloo: Any) -> None:
+def test_the_logged_z_loss_is_one_ranks(gloo):
     for rank in gloo.run(2, logged_z_loss):
         assert close(rank["ours"], rank["mean"]) and not close(rank["local"], rank["mean"])
         assert close(rank["stock"], rank["local"] if present("E9") else rank["mean"])
 
 
-def test_sigmoid_scores_of_the_loss_have_the_dtype_of_the_logits(pg: Any) -> None:
+def test_sigmoid_scores_of_the_loss_have_the_dtype_of_the_logits(pg):
     logits = torch.randn(4, 4, generator=torch.Generator().manual_seed(7)).bfloat16()
     _, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 1, "sigmoid")
     assert present("E10") == (scores.dtype == torch.bfloat16)
@@ -187,7 +183,7 @@ def test_sigmoid_scores_of_the_loss_have_the_dtype_of_the_logits(pg: Any) -> Non
     assert Float16Module(ours.config, ours).module.gate(logits).dtype == torch.float32
 
 
-def test_the_loss_balances_a_decision_that_is_not_dispatched(pg: Any) -> None:
+def test_the_loss_balances_a_decision_that_is_not_dispatched(pg):
     """E11: a bias sends all tokens to expert 0, the scores alone would send each to another."""
     losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
     stock, ours = both_routers(pg, 4, **BIAS, **losses)
@@ -237,13 +233,13 @@ def repeated_step() -> dict[str, float]:
     return {"passes": passes, "stock": stock.expert_bias[0].item(), "ours": ours.expert_bias[0].item()}
 
 
-def test_a_repeated_step_moves_the_bias_again(gloo: Any) -> None:
+def test_a_repeated_step_moves_the_bias_again(gloo):
     (found,) = gloo.run(1, repeated_step)
     assert found["passes"] == 2 and close(found["ours"], -RATE)
     assert close(found["stock"], -2 * RATE if present("E15") else -RATE)
 
 
-def test_the_engines_router_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch, pg: Any) -> None:
+def test_the_engines_router_asks_for_a_gpu(monkeypatch, pg):
     def no_gpu() -> Any:
         raise RuntimeError("Found no NVIDIA driver on your system")
 
@@ -254,7 +250,7 @@ def test_the_engines_router_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch, pg: 
         EngineRouter(router_config(4, **BIAS), pg)
 
 
-def test_a_bias_with_softmax_scores_is_refused_by_the_engine_and_chooses_here() -> None:
+def test_a_bias_with_softmax_scores_is_refused_by_the_engine_and_chooses_here():
     """A megatron-core program that our router is plugged into still meets the engine's refusal."""
     assert present("E20")
     with pytest.raises(ValueError, match="[Ee]xpert bias"):
@@ -267,7 +263,7 @@ def test_a_bias_with_softmax_scores_is_refused_by_the_engine_and_chooses_here() 
     assert router.route(torch.randn(5, 256)).expert_ids.tolist() == [[1, 3]] * 5
 
 
-def test_layers_with_unequal_numbers_of_experts_crash_the_update(pg: Any) -> None:
+def test_layers_with_unequal_numbers_of_experts_crash_the_update(pg):
     pairs = [both_routers(pg, experts, **BIAS) for experts in (4, 6)]
     stock, ours = (torch.nn.ModuleList(routers) for routers in zip(*pairs))
     for router in (*stock, *ours):
@@ -280,7 +276,7 @@ def test_layers_with_unequal_numbers_of_experts_crash_the_update(pg: Any) -> Non
         assert [round(value / RATE) for value in bias] == [-1, -1] + [1] * (len(bias) - 2)
 
 
-def test_the_mean_of_the_bias_drifts_unless_it_is_centred(pg: Any) -> None:
+def test_the_mean_of_the_bias_drifts_unless_it_is_centred(pg):
     counts, zeros = torch.tensor([1, 1, 1, 5]), torch.zeros(4)
     (stock,) = moe_utils.get_updated_expert_bias(counts.float()[None], zeros[None], RATE)
     assert present("E22") == close(stock.mean().item(), RATE / 2)

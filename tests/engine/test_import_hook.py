@@ -1,14 +1,11 @@
 """The adaptor: what it maps, when it does nothing, and that the engine's files stay as published."""
 
-from __future__ import annotations
-
 import importlib.util
 import marshal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,39 +139,6 @@ def test_the_engine_imported_first_is_no_error_with_cuda_and_gets_adam(monkeypat
         assert adjusted == [optimizer]
         assert [type(finder) for finder in sys.meta_path].count(import_hook._EngineFinder) == 1
         assert type(sys.meta_path[0]) is import_hook._EngineFinder
-
-
-@pytest.mark.parametrize(("cp_size", "wanted"), [(1, [[0, 1, 2, 3, 4, 5, 6, 7]]), (2, [[0, 1, 6, 7], [2, 3, 4, 5]])])
-def test_the_rotary_table_of_a_context_parallel_rank_is_its_two_chunks(cp_size, wanted):
-    from megatron.core.models.common.embeddings import rope_utils
-
-    table = torch.arange(8.0).view(8, 1, 1, 1)
-    for rank, chunks in enumerate(wanted):
-        group = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: cp_size)
-        assert rope_utils.get_pos_emb_on_this_cp_rank(table, 0, group).flatten().tolist() == chunks
-
-
-def test_recomputation_without_output_works_without_transformer_engine():
-    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, initialize_rng_tracker
-
-    initialize_rng_tracker()
-    x = torch.randn(4, requires_grad=True)
-    recomputed = CheckpointWithoutOutput()
-    inner = recomputed.checkpoint(torch.sin, x)
-    output = inner * 2.0
-    recomputed.discard_output_and_register_recompute(output)
-    output.sum().backward()
-    torch.testing.assert_close(x.grad, 2.0 * torch.cos(x.detach()))
-
-
-def test_the_engines_gate_multiplies_without_transformer_engine():
-    from megatron.core.transformer.moe.moe_utils import router_gating_linear
-
-    x, weight = torch.randn(5, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
-    logits = router_gating_linear(x, weight, None, torch.float32)
-    logits.sum().backward()
-    torch.testing.assert_close(logits, x @ weight.t())
-    torch.testing.assert_close(weight.grad, x.detach().sum(0).expand(3, 8))
 
 
 def test_a_bucket_is_copied_by_no_collective_of_one_rank_and_any_other_tensor_is(pg):

@@ -1,7 +1,5 @@
 """Groups and random streams on several ranks, and the engine's own MoE layer on gloo."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

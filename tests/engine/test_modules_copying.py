@@ -1,7 +1,5 @@
 """A module that holds process groups is copied with them, and says what to save where it cannot be pickled."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

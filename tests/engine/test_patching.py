@@ -1,7 +1,5 @@
 """Patches that no other test would miss: each changes what it says, and the engine, as published, still needs it."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ Exit status: 0 if no stage failed, 1 if one did, 2 for a mistake in the flags. W
 stage runs on the CPU with the device imagined (`tests/helpers/cuda_on_cpu.py`), and says what that does not show.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,8 +4,6 @@ Each operation is called as the package calls it, on the device, where a kernel 
 torch on the CPU: integers bit for bit, others with that form in fp64.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +100,14 @@ def sorting(stage: Stage, size: int) -> None:
             found = dispatch.sort_by_expert(ids.to(stage.device), experts)
             wanted = dispatch.sort_by_expert(ids, experts)
             equal = all(torch.equal(one.cpu(), other) for one, other in zip(found, wanted, strict=True))
-            stage.holds(f"sort by expert, {name}", equal, "order, inverse or ends differ")
+            stage.holds(f"sort by expert, {name}", equal, "order, inverse, ends or counts differ")
+    counts = torch.randint(300, (8, 32), generator=generator)
+    counts[3], counts[:, 5] = 0, 0
+    with stage.attempt("sort of arrived rows"):
+        found = dispatch.sort_arrived(counts.to(stage.device), int(counts.sum()))
+        wanted = dispatch.sort_arrived(counts, int(counts.sum()))
+        equal = all(torch.equal(one.cpu(), other) for one, other in zip(found, wanted, strict=True))
+        stage.holds("sort of arrived rows", equal, "order, inverse or ends differ")
 
 
 def positions(stage: Stage, dtype: torch.dtype, size: int) -> None:

@@ -4,8 +4,6 @@ Both use the doctor: `measure` trains a small copy of a model for a few steps an
 parameter, counts, `expert_bias` and weights; `compare` says what differs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

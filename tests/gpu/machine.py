@@ -1,7 +1,5 @@
 """Stages 1 and 2: what the machine is, and whether NCCL does each collective that is used."""
 
-from __future__ import annotations
-
 import json
 
 import torch

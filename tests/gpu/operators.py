@@ -1,7 +1,5 @@
 """Stage 3: each operator of the package against fp64, forward and backward, after its memory was filled with NaN."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace

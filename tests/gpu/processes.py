@@ -1,7 +1,5 @@
 """Processes of the stages and of their ranks: started anew on a GPU, forked in a dry run, which spares the imports."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import multiprocessing

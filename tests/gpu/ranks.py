@@ -1,7 +1,5 @@
 """What a rank of stages 2 and 6 does: joins the others, and calls collectives or trains a layout."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Runs the stages one after another, shows what they do, and writes the reports."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -37,7 +35,7 @@ def run(plans: Sequence[Plan], out: Path, dry: bool) -> int:
             _say(f"stage {plan.number:>2} {plan.name}: {result['status']} ({result['seconds']:.0f} s)")
             for check in result["checks"]:
                 if check["status"] == FAIL:
-                    _say(f"         {check['name']}: {_shown(check)}")
+                    _say(f"         {check['name']}: {check['figures']}, at most {check['bound']}; {check['reason']}")
     _say(f"{_summary(whole)}; {out / 'report.json'}")
     return 1 if any(one["status"] == FAIL for one in whole["stages"]) else 0
 
@@ -64,17 +62,6 @@ def _summary(report: dict[str, Any]) -> str:
         for what, count in (("stages", stages), ("checks", checks))
     )
     return f"{'a dry run, no GPU; ' if report['dry'] else ''}{said}; {report['seconds']:.0f} s"
-
-
-def _shown(check: dict[str, Any]) -> str:
-    """Return a check's figures, bound and reason in one text."""
-    figures = ", ".join(f"{key} {_number(value)}" for key, value in check["figures"].items())
-    bound = "" if check["bound"] is None else f" (at most {_number(check['bound'])})"
-    return "; ".join(filter(None, (figures + bound, check["reason"])))
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @contextlib.contextmanager

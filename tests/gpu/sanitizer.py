@@ -5,8 +5,6 @@
 is what it runs: the layer's kernels in Triton, and torch's grouped products, called as the package calls them.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

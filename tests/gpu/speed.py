@@ -1,7 +1,5 @@
 """Stages 7 to 9: host syncs and graph capture, speed of the layer and its operators, Transformer Engine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import warnings

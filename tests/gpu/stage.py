@@ -3,8 +3,6 @@
 A check that is recorded is on disk at once, so that a stage which is cut or crashes leaves what it has found.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -5,8 +5,6 @@ CPU's memory, lets gloo do the collective, and copies what was received back whe
 the placement of a layout can be checked on one card; NCCL, its streams and its speed cannot.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of stages. Loads no torch."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """`make gpu DRY=1`: every stage on a pretended device, and what a stage that fails, hangs or crashes does."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -19,8 +17,6 @@ import torch
 from tests.gpu import runner, stages, wheels
 from tests.gpu.stage import STATUSES, Stage
 from tests.helpers.ranks import ROOT, Child, RankParent, rank_environment
-
-# ---- in a process with a pretended device, forked for each run
 
 
 def run_stages(argv: list[str]) -> int:
@@ -94,9 +90,6 @@ def plan_stages_that_break() -> None:
     for function in (dies, hangs, ends):
         setattr(machine, function.__name__, function)
     runner.DRY_SECONDS = 15
-
-
-# ---- the tests
 
 
 @pytest.fixture(scope="module")

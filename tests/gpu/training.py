@@ -1,7 +1,5 @@
 """Stage 5: pretrain_moe.py on one device: precisions, a NaN, saves, SIGTERM, resume, and whether bits repeat."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -6,8 +6,6 @@
 Loads neither torch nor the package: it runs before they can be there. torch, and what torch brings, is never installed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The operations of torch that are called within a block."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode

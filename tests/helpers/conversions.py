@@ -1,7 +1,5 @@
 """The conversion tool called in this process, and what its folders hold."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors, and the largest of some, among which NaN is the largest: a plain `max` passes it over unless it is first."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 

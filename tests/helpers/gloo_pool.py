@@ -22,8 +22,6 @@ one result per rank:
 - Ranks see no CUDA device. RANK, LOCAL_RANK and WORLD_SIZE are set, MASTER_ADDR is not.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc

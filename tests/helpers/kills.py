@@ -6,8 +6,6 @@ again with the same flags, and so on. `undisturbed_job` and `differences` are or
 `launchers.py` starts the ranks.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

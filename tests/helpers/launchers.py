@@ -5,8 +5,6 @@ from one process that has imported both: real processes of their own that run `p
 store and are killed by SIGKILL, at a tenth of the cost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """A model under a layout, stepped on a global batch that is the same for all, and where its tensors come from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Building a MoE layer of this package on any layout from one set of full weights, for the distributed tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

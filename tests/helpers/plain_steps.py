@@ -1,7 +1,5 @@
 """Steps of a few small files, published as real ones are. No torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,6 @@ tests under torchrun and those of the doctor start ranks as interpreters of thei
 input, one JSON object per line, until the input ends, and then ends all ranks.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """A small router, its configuration and tokens for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

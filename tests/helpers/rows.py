@@ -1,7 +1,5 @@
 """Which rows of a matrix `make test` runs, where other rows notice only what these notice too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

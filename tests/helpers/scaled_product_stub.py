@@ -5,8 +5,6 @@ cuBLAS asks besides. It shows shapes, strides and which scale is whose. It does 
 of addition, its speed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

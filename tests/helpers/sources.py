@@ -1,7 +1,5 @@
 """The sources of the repository as syntax trees, for tests that read them."""
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

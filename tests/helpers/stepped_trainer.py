@@ -1,7 +1,5 @@
 """A tiny model that is trained step by step; digests of its state; what it would write, and runs that are resumed."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

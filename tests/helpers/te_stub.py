@@ -10,8 +10,6 @@ does not show its kernels, fused attention, communication that overlaps, or what
 scales per block: which tiles its Python asks for, and of which operand each product reads rows or columns.
 """
 
-from __future__ import annotations
-
 import enum
 import importlib
 import importlib.util

@@ -5,8 +5,6 @@ key/value groups than heads but more than one, a vocabulary of an odd size, rout
 other experts, an epsilon that is not the latent norms', groups of experts that "max" and "top2" rank differently.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tokenizer of Hugging Face's that is made in a moment, and a model in a folder with it, as models are published."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small runs that save, on the ranks of a case, and what their steps hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

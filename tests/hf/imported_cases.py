@@ -1,7 +1,5 @@
 """What the ranks do in test_mapping_ranks.py: import a folder at a layout, one step, and all that it shows."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Ways in which a folder is wrong: each a change to the sound one, and what a message names."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

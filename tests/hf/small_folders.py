@@ -1,7 +1,5 @@
 """A sound folder of Hugging Face's form, as small as DeepSeek-V3 can be, made without transformers; and raw files."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """config.json: read in both spellings, written such that transformers and we read the same model from it."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json
@@ -51,6 +49,21 @@ def test_both_spellings_say_the_same_without_a_note(case):
     assert v5.flat == hub.flat
     assert v5.notes == hub.notes == []
     assert v5.family is hub.family is family_of_run(build(v5.flat))
+
+
+@pytest.mark.parametrize("case", tiny_models.CASES)
+def test_another_number_of_positions_leaves_the_model_as_it_was(case):
+    before = saved(case)
+    before["sliding_window"] = before["max_position_embeddings"]
+    for config in (before, tiny_models.hub_spelling(before)):
+        changed, notes = hf_config.with_positions(config, 8192)
+        assert read(changed).flat == {**read(before).flat, "max_position_embeddings": 8192}
+        assert hf_config.with_positions(changed, 8192) == (changed, []) and config["max_position_embeddings"] != 8192
+        assert [("yarn" in note, "sliding_window" in note) for note in notes][:2] == [(False, False), (False, True)]
+        assert ["yarn" in note for note in notes[2:]] == [True] * (read(before).flat.get("rope_type") == "yarn")
+        theirs, as_it_was = loaded(changed).config, loaded(config).config
+        assert theirs.max_position_embeddings == 8192 and not getattr(theirs, "sliding_window", None)
+        assert theirs.rope_parameters == as_it_was.rope_parameters
 
 
 @pytest.mark.parametrize("case", tiny_models.CASES)

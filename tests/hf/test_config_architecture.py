@@ -1,7 +1,5 @@
 """--load-hf and --use-checkpoint-args give a run its architecture, as a preset would; contradictions are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -53,7 +51,7 @@ def test_a_folder_gives_architecture_and_vocabulary_and_nothing_else(tmp_path):
         ("--no-moe-router-enable-expert-bias", ["--moe-router-enable-expert-bias False", "there: True"]),
         ("--preset tiny", ["--ffn-hidden-size 128 (there: 96)", "and ", " more"]),
         ("--moe-layer-freq 1", ["--moe-layer-freq 1", "there: "]),
-        ("--q-lora-rank none", ["--q-lora-rank None", "there: 24"]),
+        ("--q-lora-rank none", ["--q-lora-rank none", "there: 24"]),
     ],
 )
 def test_a_setting_that_contradicts_the_folder_is_refused_with_both_values(tmp_path, flags, says):

@@ -1,7 +1,5 @@
 """The presets of published models are their authors' configurations, and count as transformers does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What config.json may not say: each line names the key, its value, the rule, and what works instead."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

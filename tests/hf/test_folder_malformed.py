@@ -1,7 +1,5 @@
 """Folders of Hugging Face's form that are wrong: each is refused, what is wrong is named, nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import random
 import resource

@@ -1,7 +1,5 @@
 """A Hugging Face folder into a model: dtypes, what is lost and told, what is refused, and by all ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -192,3 +190,15 @@ def test_the_state_that_steps_keep_names_the_family_and_the_copies(folders, tmp_
     origin, notes = source.origin()
     assert notes == [] and set(origin.files) == {"config.json", "generation_config.json", "tokenizer.json"}
     assert json.loads(origin.files["config.json"])["model_type"] == "deepseek_v3"
+
+
+def test_a_folders_settings_of_training_are_named_beside_the_runs(folders, tmp_path):
+    folder = Path(shutil.copytree(folders["fp32"], tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    said = {"aux_loss_alpha": 0.001, "seq_aux": True, "router_jitter_noise": 0.0, "attention_dropout": 0.1}
+    (folder / "config.json").write_text(json.dumps({**config, **said}))
+    (note,) = plan_import(build(cases.flags_of(str(folder), {}))).notes
+    assert "aux_loss_alpha 0.001, seq_aux True, attention_dropout 0.1" in note and "jitter" not in note
+    used = "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.0 --attention-dropout 0.0"
+    assert note.endswith(f"this run has {used}")
+    assert plan_import(build(cases.flags_of(str(folders["fp32"]), {}))).notes == []

@@ -1,7 +1,5 @@
 """From a Hugging Face folder to a trained one: two ways in, restarts with the same command, and out again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -31,6 +29,7 @@ def source(tmp_path_factory) -> Path:
     tiny_models.make("deepseek-v3", 6, folder, torch.bfloat16)
     tiny_models.add_prediction_layers(folder, 7)
     (folder / "tokenizer.json").write_text('{"a": "tokenizer"}')
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 2560, "eos_token": "a"}')
     return folder
 
 
@@ -47,7 +46,7 @@ def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, 
     shutil.copytree(source, there)
     argv = [
         "--load-hf", str(there), "--load", str(root), "--save", str(root), *TRAINING, *EP2, "--train-iters", "2",
-        "--exit-interval", "1", "--metrics-file", str(tmp_path / "metrics.jsonl"),
+        "--exit-interval", "1", "--metrics-file", str(tmp_path / "metrics.jsonl"), "--max-position-embeddings", "4096",
     ]  # fmt: skip
     job = Forked(rank_parent)
     job.start(argv, 2, tmp_path, tmp_path / "log")
@@ -73,6 +72,10 @@ def test_a_folder_is_trained_restarted_with_the_same_command_and_exported(gloo, 
     still = [name for name in before if torch.equal(before[name], after[name]) and "norm" not in name]
     assert all(".mlp.experts." in name for name in still) and len(still) < len(before) / 4
     loads_and_generates(tmp_path / "out")
+    # The context is that of the run, the rest of both files as it came.
+    for file, key in {"config.json": "max_position_embeddings", "tokenizer_config.json": "model_max_length"}.items():
+        came, left = (json.loads((folder / file).read_text()) for folder in (source, tmp_path / "out"))
+        assert (came[key], left) == (2560, {**came, key: 4096})
 
 
 def loads_and_generates(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """A model that transformers made is the same model here, at any layout: logits, choices, loss, gradients, export."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

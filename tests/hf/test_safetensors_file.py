@@ -1,7 +1,5 @@
 """Files of safetensors, held against the library of that name in both directions, and what is refused."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

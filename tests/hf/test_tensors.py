@@ -1,7 +1,5 @@
 """Weights stored in fp8 with a scale for each block, against a reference that takes one number at a time."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What no honest folder holds is refused by tensor and file: zeros of a broken download, one expert twice."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

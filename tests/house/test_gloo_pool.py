@@ -1,7 +1,5 @@
 """The harness itself: failures name their rank, and the pool goes on after them."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """A mark decides which suite runs a test; it can't take a red test out of sight. Without `gpu` no GPU is seen."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

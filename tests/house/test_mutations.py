@@ -1,7 +1,5 @@
 """The list of mutations (tests/soak/mutations.yaml) fits the code and the tests; `make soak` plants them."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from tests.helpers.sources import ROOT, tree

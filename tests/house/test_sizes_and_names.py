@@ -1,7 +1,5 @@
 """What makes the package readable, held by tests: sizes of files and functions, names, ratios."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest
@@ -12,9 +10,6 @@ from tests.helpers.sources import PACKAGES, ROOT, imported, name_of, nodes, sour
 LONGEST_FILE = 700
 LONGEST_DOOR = 80
 LONGEST_FUNCTION = 100
-
-
-# ---- sizes
 
 
 @pytest.mark.parametrize("folder", ["megatron_moe", "megatron_moe_tools", "tools", "tests", "benchmarks"])
@@ -40,9 +35,6 @@ def test_the_entry_script_is_a_door():
     assert [name for name, _ in imported(path) if name.split(".")[0] in ("torch", "megatron", "numpy")] == []
 
 
-# ---- names and files
-
-
 def test_a_public_class_name_has_one_meaning():
     where: dict[str, list[str]] = {}
     for path in sources(*PACKAGES):
@@ -52,8 +44,7 @@ def test_a_public_class_name_has_one_meaning():
     assert {name: files for name, files in where.items() if len(files) > 1} == {}
 
 
-# ---- ratios, which `python -m benchmarks.house` prints
-
+# Ratios, which `python -m benchmarks.house` prints.
 BOUNDS = {
     "functions named from one place": 0.19,
     "files of the trainer that one file reads": 0.115,

@@ -1,7 +1,5 @@
 """A file that is replaced is the old one or the new one, whatever happens when; several appear in order."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A file is hashed while it is written, and again when it is read."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,13 +1,13 @@
 """What goes wrong in a program is one line on stderr and an exit status that says which kind of thing it was."""
 
-from __future__ import annotations
-
 import errno
+import os
+import sys
 
 import pytest
 
 from megatron_moe.config.errors import ConfigError, RunFault
-from megatron_moe.io.program import FAILED, INTERRUPTED, USER_ERROR, run_program
+from megatron_moe.io.program import FAILED, INTERRUPTED, READER_GONE, USER_ERROR, run_program
 
 
 def raising(error: BaseException):
@@ -43,3 +43,12 @@ def test_an_error_that_is_no_mistake_of_the_user_keeps_its_traceback(error):
 def test_a_program_that_ends_well_says_nothing(capsys):
     assert run_program("x.py", lambda argv: len(argv), ["a", "b"]) == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("ends_by", [int, sys.exit])  # a program's return, and `--help`
+def test_output_whose_reader_has_gone_is_no_traceback(ends_by, monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert run_program("tool", lambda argv: ends_by(print("a line") or 0), []) == READER_GONE

@@ -1,7 +1,5 @@
 """Sizes and durations as a person reads them."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_moe.io.texts import duration_text, size_text

@@ -6,8 +6,6 @@ Registers of a thread, bytes of shared memory and of spilled registers, by kerne
 them. `--check` compares with the file instead of writing it.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -41,6 +39,7 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     import torch
 
     from megatron_moe.kernels.choice import launches_seen_by
+    from megatron_moe.parallel.collectives import room_for_rows, weights_behind
 
     fused = all_kernels()
     found: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
@@ -58,9 +57,13 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         fused.expert_weights(fp32(4096, 256), fp32(4096, 256), int64(4096, 8), None, False, True, 2.5)
         fused.expert_weights_backward(fp32(4096, 8), fp32(4096, 256), int64(4096, 8), None, False, True, 2.5)
         fused.count_tokens(int64(4096, 8), 256)
+        fused.add_counts(fp32(256), int64(1), int64(4096, 8))
         fused.sort_by_expert(int64(4096, 8), 256)
-        fused.gather_rows(bf16(4096, 7168), int64(32768), int64(4096, 8))
-        fused.sum_rows(bf16(32768, 7168), int64(4096, 8), False)
+        fused.sort_arrived(int64(8, 32), 32768)
+        tables, packed = (int64(32768), int64(32768), int64(4096, 8)), room_for_rows(32768, 7168, bf16(0), fp32(0))
+        packed_pair = (packed[:, :7168], weights_behind(packed, torch.float32))
+        fused.spread_rows(bf16(4096, 7168), fp32(32768), *tables, *packed_pair)
+        fused.add_up_rows(*packed_pair, tables[-1], False, 7168)
         ends = torch.empty(32, dtype=torch.int32, device="meta")
         fused.add_grouped_product(fp32(32, 4096, 7168), bf16(32768, 4096), bf16(32768, 7168), ends)
         fused.weighted_swiglu_forward(bf16(32768, 4096), fp32(32768))
@@ -91,23 +94,39 @@ def packed_state(numel: int) -> tuple[Any, ...]:
     return state, AdamStep(1e-3, (0.9, 0.95), 1e-8, 0.1, 1), StochasticRounding(places, 1024, 0, (2**31, 2**31))
 
 
-def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], architecture: int) -> dict[str, int]:
-    """Compile a launch, and return its registers, shared memory and spilled bytes."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+class StubDriver:
+    """What Triton asks a driver for when it compiles, and launches what does nothing: a GPU that is not here."""
 
-    options = {"num_warps": 4} | {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
-    fixed = {name: value for name, value in constants.items() if name not in options}
-    names = kernel.arg_names
-    signature = {name: _type(value) for name, value in zip(names, arguments)} | dict.fromkeys(fixed, "constexpr")
-    source = ASTSource(
-        kernel,
-        {name: signature[name] for name in names},
-        constexprs={(names.index(name),): value for name, value in fixed.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")},
-    )
-    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    def __init__(self, architecture: int = 90) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", architecture, 32)
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda _: {"max_shared_mem": 2**18}, load_binary=lambda *_: (1, 1, 32, 0, 1024)
+        )
+        self.launcher_cls = lambda *_: lambda *_: None
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any], architecture: int) -> dict[str, int]:
+    """Compile a launch as Triton would on the GPU, and return its budget.
+
+    Registers, shared memory and spilled bytes; and narrow: places in the code that read or write less than 4 bytes of
+    global memory at a time.
+    """
+    import triton
+
+    triton.runtime.driver.set_active(StubDriver(architecture))
+    kernel.device_caches.clear()
+    built = kernel.warmup(*arguments, grid=(1,), **constants)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
@@ -116,15 +135,8 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
     usage = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", said.stdout + said.stderr)
     assert usage is not None, said.stdout + said.stderr
     registers, stack, local = (int(number) for number in usage.groups())
-    return {"registers": registers, "shared": built.metadata.shared, "spilled": stack + local}
-
-
-def _type(value: Any) -> str:
-    if hasattr(value, "dtype"):
-        return "*" + _TYPES[str(value.dtype).removeprefix("torch.")]
-    if isinstance(value, float):
-        return "fp32"
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
+    narrow = len(re.findall(r"\b(?:ld|st)\.global(?:\.[a-z_:0-9]+)*\.b(?:8|16)\b", built.asm["ptx"]))
+    return {"registers": registers, "shared": built.metadata.shared, "spilled": stack + local, "narrow": narrow}
 
 
 def main() -> int:

@@ -1,7 +1,5 @@
 """The kernels in C for CPUs compute torch's bits, and where they cannot be had torch's form computes."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -3,8 +3,6 @@
 The interpreter cuts numbers off where it stores bf16, which a GPU rounds: one step of bf16 is allowed there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 
 from megatron_moe.model import cross_entropy, mla
 from megatron_moe.moe import dispatch, experts, grouped_gemm, load_balance, routing
+from megatron_moe.parallel.collectives import room_for_rows, weights_behind
 from tests.kernels.compiled_kernels import all_kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -44,7 +43,7 @@ def steps_apart(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("rows", "width", "dtype"), in_turn([(0, 8), (1, 1), (5, 7), (3, 1500), (17, 64)]))
-def test_the_activation_forward_and_backward(fused: Any, rows: int, width: int, dtype: torch.dtype) -> None:
+def test_the_activation_forward_and_backward(fused, rows, width, dtype):
     generator = torch.Generator().manual_seed(rows)
     gate_up = torch.randn(rows, 2 * width, generator=generator).to(dtype)
     probs, grad = torch.rand(rows, generator=generator), torch.randn(rows, width, generator=generator).to(dtype)
@@ -74,25 +73,43 @@ SORTS += [(4, 8, 32, "one row each"), (270, 1, 3, "")]
 
 
 @pytest.mark.parametrize(("tokens", "topk", "num_experts", "kind"), SORTS)
-def test_choices_are_sorted_by_expert(fused: Any, tokens: int, topk: int, num_experts: int, kind: str) -> None:
+def test_choices_are_sorted_by_expert(fused, tokens, topk, num_experts, kind):
     ids = choices(tokens, topk, num_experts, kind)
-    found, wanted = fused.sort_by_expert(ids, num_experts), eager(dispatch.sort_by_expert)(ids, num_experts)
+    for real, partial in ((num_experts, False), (num_experts - 1, True)):  # all experts, and without the last one's
+        found, wanted = (sort(ids, real, partial) for sort in (fused.sort_by_expert, eager(dispatch.sort_by_expert)))
+        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert [one.dtype for one in found] == [one.dtype for one in wanted]
+
+
+@pytest.mark.parametrize("counts", [[[3, 0, 300], [0, 0, 1]], [[0, 0]], [[2], [0], [5]]])
+def test_rows_that_arrived_by_rank_are_sorted_by_expert(fused: Any, counts: list[list[int]]) -> None:
+    rows = torch.tensor(counts)
+    found, wanted = (sort(rows, int(rows.sum())) for sort in (fused.sort_arrived, eager(dispatch.sort_arrived)))
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    ids = torch.arange(rows.shape[1]).repeat(len(counts)).repeat_interleave(rows.flatten())
+    assert torch.equal(found[0], ids.sort(stable=True).indices) and found[2].dtype == torch.int32
 
 
 @pytest.mark.parametrize(("tokens", "topk", "num_experts", "kind", "dtype"), in_turn([SORTS[0], *SORTS[2:6]]))
-def test_rows_are_copied_and_summed(
-    fused: Any, tokens: int, topk: int, num_experts: int, kind: str, dtype: torch.dtype
-) -> None:
-    order, inverse, _ = eager(dispatch.sort_by_expert)(choices(tokens, topk, num_experts, kind), num_experts)
-    rows = torch.randn(tokens, 21, generator=torch.Generator().manual_seed(0)).to(dtype)
+def test_rows_are_copied_and_summed(fused, tokens, topk, num_experts, kind, dtype):
+    order, source, inverse, *_ = eager(dispatch.sort_by_expert)(choices(tokens, topk, num_experts, kind), num_experts)
+    generator = torch.Generator().manual_seed(0)
+    rows, weights = torch.randn(tokens, 21, generator=generator).to(dtype), torch.rand(tokens * topk)
     for kept in (len(order), 2 * len(order) // 3):  # all copies, and without the last third
-        source, slots = order[:kept] // topk, inverse.view(tokens, topk).clamp(max=kept)
-        copies = fused.gather_rows(rows, source, slots)
-        assert torch.equal(copies, rows[source])
+        slots = inverse.view(tokens, topk).clamp(max=kept)
+        packed = room_for_rows(kept, 21, rows, weights)
+        copies, behind = packed[:, :21], weights_behind(packed, torch.float32)
+        fused.spread_rows(rows, weights, order[:kept], source[:kept], slots, copies, behind)
+        assert torch.equal(copies, rows[source[:kept]]) and torch.equal(behind, weights[order[:kept]])
         exact = torch.cat([copies, copies.new_zeros(1, 21)]).double()[slots].sum(dim=1)
-        found = fused.sum_rows(copies, slots, partial=kept < len(order))
-        assert steps_apart(found, exact) <= (topk if dtype == torch.float32 else 1.01)
+        for one, of_weights in ((packed, behind), (copies.contiguous(), None)):
+            found, sums = fused.add_up_rows(one, of_weights, slots, kept < len(order), 21)
+            assert steps_apart(found, exact) <= (topk if dtype == torch.float32 else 1.01)
+            assert sums is None or torch.equal(sums, weights.masked_fill(slots.flatten() == kept, 0.0))
+        if topk % 2 == 0:  # two copies share a weight
+            _, sums = fused.add_up_rows(copies, behind, slots, kept < len(order), 21, 2)
+            _, wanted = eager(dispatch.add_up_rows)(copies, behind, slots, kept < len(order), 21, 2)
+            assert torch.allclose(sums, wanted)
 
 
 def options(**changes: Any) -> Any:
@@ -114,7 +131,7 @@ ROUTERS = {
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_experts_are_chosen_weighed_and_counted(fused: Any, name: str) -> None:
+def test_experts_are_chosen_weighed_and_counted(fused, name):
     num_experts, how = ROUTERS[name]
     padded = list(ROUTERS).index(name) % 2 == 0
     generator = torch.Generator().manual_seed(len(name))
@@ -128,6 +145,10 @@ def test_experts_are_chosen_weighed_and_counted(fused: Any, name: str) -> None:
     for sequences in (1, 3):
         wanted = eager(load_balance.count_tokens)(ids, num_experts, padding, sequences)
         assert torch.equal(fused.count_tokens(ids, num_experts, padding, sequences), wanted)
+    found, wanted = ((torch.full((num_experts,), 5.0), torch.tensor([7])) for _ in range(2))
+    fused.add_counts(*found, ids, padding)
+    eager(load_balance.add_counts)(*wanted, ids, padding)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     softmax = how.score_function == "softmax" and not how.pre_softmax
     weighed = logits if softmax else scores
     settings = (padding, softmax, how.norm_topk_prob, how.scaling_factor or 1.0)
@@ -139,7 +160,7 @@ def test_experts_are_chosen_weighed_and_counted(fused: Any, name: str) -> None:
     assert torch.allclose(found.double(), slope, rtol=1e-5, atol=1e-6)
 
 
-def test_a_tie_goes_to_the_lower_expert_and_no_expert_is_chosen_twice(fused: Any) -> None:
+def test_a_tie_goes_to_the_lower_expert_and_no_expert_is_chosen_twice(fused):
     ranked = torch.zeros(5, 8)
     ranked.view(torch.int32)[1, 3] = -(1 << 22)  # the NaN that arithmetic of x86 makes, with its sign
     ranked[2, 5], ranked[3] = float("inf"), float("nan")
@@ -149,7 +170,7 @@ def test_a_tie_goes_to_the_lower_expert_and_no_expert_is_chosen_twice(fused: Any
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_passes_where_torchs_passes(fused: Any, value: float) -> None:
+def test_what_is_not_finite_passes_where_torchs_passes(fused, value):
     def same(operation: Any, *arguments: Any) -> Any:
         found, wanted = getattr(fused, operation.__name__)(*arguments), eager(operation)(*arguments)
         pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
@@ -166,7 +187,7 @@ def test_what_is_not_finite_passes_where_torchs_passes(fused: Any, value: float)
     same(experts.weighted_swiglu_backward, grad, gate_up, probs)
     copies, slots = torch.ones(6, 5), torch.arange(6).view(3, 2)
     copies[3, 1] = value
-    same(dispatch.gather_rows, same(dispatch.sum_rows, copies, slots, False), slots.flatten() // 2, slots)
+    same(dispatch.add_up_rows, copies, torch.ones(6), slots, False, 5)
     rest, positional, tables = torch.ones(2, 1, 1, 4), torch.ones(2, 1, 1, 4), (torch.ones(2, 1, 1, 2),) * 2
     rest[0, 0, 0, 1] = positional[1, 0, 0, 2] = value
     same(mla.join_positions, rest, positional, *tables)
@@ -192,7 +213,7 @@ def test_what_is_not_finite_passes_where_torchs_passes(fused: Any, value: float)
 @pytest.mark.parametrize(
     ("counts", "dtype"), in_turn([((0, 0),), ((1,),), ((3, 0, 1, 70),), ((0, 0, 65),), ((64, 5),)])
 )
-def test_weight_gradients_are_added_to_their_sums(fused: Any, counts: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_weight_gradients_are_added_to_their_sums(fused, counts, dtype):
     generator = torch.Generator().manual_seed(sum(counts))
     rows, height, width = sum(counts), 21, 259  # more than one tile of the wider side
     left = torch.randn(rows, height, generator=generator).to(dtype)
@@ -212,7 +233,7 @@ def test_weight_gradients_are_added_to_their_sums(fused: Any, counts: tuple[int,
 @pytest.mark.parametrize(
     ("heads", "shared", "sequences", "dtype"), in_turn([(1, False, 1), (3, True, 2), (4, False, 3)])
 )
-def test_heads_are_joined_and_rotated(fused: Any, heads: int, shared: bool, sequences: int, dtype: torch.dtype) -> None:
+def test_heads_are_joined_and_rotated(fused, heads, shared, sequences, dtype):
     generator = torch.Generator().manual_seed(heads)
     # Parts of wider tensors, as a projection's output is cut.
     rest = torch.randn(5, sequences, heads, 20, generator=generator).to(dtype)[..., 3:13]
@@ -230,7 +251,7 @@ def test_heads_are_joined_and_rotated(fused: Any, heads: int, shared: bool, sequ
 
 
 @pytest.mark.parametrize(("width", "dtype"), in_turn([(1,), (50,), (4100,)]))
-def test_the_statistics_and_the_gradient_of_a_tile(fused: Any, width: int, dtype: torch.dtype) -> None:
+def test_the_statistics_and_the_gradient_of_a_tile(fused, width, dtype):
     generator = torch.Generator().manual_seed(width)
     tile = 4 * torch.randn(6, width, generator=generator)
     columns = torch.tensor([0, width - 1, -1, width, width // 2, -5])

@@ -1,7 +1,5 @@
 """The kernels of AdamW on packed state: C's bits are those of torch's form; Triton's, in its interpreter, are near."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence

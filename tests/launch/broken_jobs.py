@@ -5,8 +5,6 @@ Ranks run `pretrain_moe.main` with the fault that fault.json in the job's folder
 undisturbed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

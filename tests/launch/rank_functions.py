@@ -1,7 +1,5 @@
 """What the ranks of `test_local_ranks.py` do."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

@@ -9,8 +9,6 @@ munge is used or changed, so several clusters run side by side. The "nodes" are 
 this machine's address. A node that dies is said to be down (`kill_node`), as `SlurmdTimeout` would find later.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import os

@@ -1,7 +1,5 @@
 """Ranks that a program starts: they answer, and where one raises, dies or hangs it is named and none is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ The cluster is of this module: three nodes that are processes of this machine. t
 without Slurm. Where Slurm is not installed the module is skipped, and says what is missing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

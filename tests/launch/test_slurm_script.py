@@ -1,7 +1,5 @@
 """What a Slurm job's script asks of Slurm, and what it makes of an attempt's end; test_slurm.py has a real Slurm."""
 
-from __future__ import annotations
-
 import math
 import os
 import shlex
@@ -192,7 +190,7 @@ def test_the_budget_counts_attempts_in_a_row_without_a_newer_checkpoint(folder):
 @pytest.mark.parametrize(
     ("ended", "count"), [("running", "without a word"), ("Slurm ended it (cancelled)", "Slurm ended it")]
 )
-def test_an_attempt_that_slurm_ended_counts_and_a_node_that_is_down_has_failed(folder, ended: str, count: str):
+def test_an_attempt_that_slurm_ended_counts_and_a_node_that_is_down_has_failed(folder, ended, count):
     script = write(folder, "--nodes", "2", "--no-preflight", "--max-restarts", "0")
     state = folder / "runs/a/slurm-4711.state"
     state.write_text(f"attempt=1\nfruitless=0\nfrom=0\nnodes=node1\nended={ended}\nfailed=\n")
@@ -220,9 +218,7 @@ def test_a_mistake_is_not_requeued_and_without_an_environment_the_job_says_what_
         ("node3", "node1 node2 node3", "but only 1 other nodes of debug are up, of 2 needed", ""),
     ],
 )
-def test_a_node_that_was_killed_twice_is_left_out_where_others_are_up(
-    folder, exclude: str, up: str, says: str, left_out: str
-):
+def test_a_node_that_was_killed_twice_is_left_out_where_others_are_up(folder, exclude, up, says, left_out):
     script = write(folder, "--nodes", "2", "--no-preflight", *(["--exclude", exclude] if exclude else []))
     for status in ("134", "137", "143", "139"):  # of SIGABRT and SIGTERM a node is not blamed
         done = run(script, STATUS_node1="1", STATUS_node2=status, UP=up)

@@ -1,7 +1,5 @@
 """The launcher: how a run of two ranks is stopped, interrupted and killed, and what is said of it, once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -104,9 +102,7 @@ def test_a_rank_that_is_killed_is_told_of_in_one_paragraph(rank_parent, tmp_path
         ("SIGINT", {"SIGINT": 130}, 130, ""),  # torch ends the slower rank by SIGTERM
     ],
 )
-def test_a_signal_reaches_all_ranks_whose_end_is_the_launchers(
-    rank_parent, tmp_path, name: str, ends_with: dict[str, int], status: int, says: str
-):
+def test_a_signal_reaches_all_ranks_whose_end_is_the_launchers(rank_parent, tmp_path, name, ends_with, status, says):
     launch, ranks = of_light_ranks(rank_parent, tmp_path, **ends_with)
     os.kill(launch.pid, getattr(signal, name))
     assert launch.ends(ranks) == status, launch.said()

@@ -1,9 +1,5 @@
 """A rank of a real run dies, hangs or gets a signal: the job ends, says why, leaves nothing behind and goes on."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from megatron_moe.report.jsonl import read_events
@@ -28,7 +24,7 @@ def launcher(rank_parent: RankParent) -> broken_jobs.Breaking:
     return broken_jobs.Breaking(rank_parent)
 
 
-def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Breaking, tmp_path: Path) -> None:
+def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher, tmp_path):
     world_size, flags = kills.LAYOUTS["EP2"]
     argv = kills.flags(ITERATIONS, *flags, eval_interval=4)
     oracle = kills.undisturbed_job(launcher, tmp_path / "oracle", argv, world_size)
@@ -68,9 +64,7 @@ def test_broken_jobs_name_the_rank_and_go_on_to_the_bit(launcher: broken_jobs.Br
 
 
 @pytest.mark.parametrize(("phase", "rank"), rows([("forward", 1), ("backward", 0)], test=[("forward", 1)]))
-def test_a_rank_that_fails_while_others_gather_weights_ends_them(
-    launcher: broken_jobs.Breaking, tmp_path: Path, phase: str, rank: int
-) -> None:
+def test_a_rank_that_fails_while_others_gather_weights_ends_them(launcher, tmp_path, phase, rank):
     argv = kills.flags(4, "--data-parallel-sharding-strategy", "optim_grads_params")
     fault = {"kind": "exception", "phase": phase, "rank": rank, "iteration": 2, "slow_close": 0.0}
     broken = broken_jobs.break_job(launcher, tmp_path / "job", argv, 2, fault)

@@ -1,7 +1,5 @@
 """Checkpoints as Megatron-LM composes them, written and read by the installed engine on the rank of a case."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import shlex

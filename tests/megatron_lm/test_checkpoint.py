@@ -1,7 +1,5 @@
 """megatron-moe convert from and to Megatron-LM: the engine's own checkpoints, read and written to the bit."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -40,11 +38,11 @@ def saved(gloo: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     return {**found, "name": request.param, "folder": folder, "certificate": certificate, "step": step}
 
 
-def test_the_engines_checkpoint_computes_the_same_here(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_the_engines_checkpoint_computes_the_same_here(saved, tmp_path):
     torch.testing.assert_close(logits_of(saved["step"], tmp_path), saved["logits"], rtol=0, atol=1e-5)
 
 
-def test_every_element_is_moved_to_the_bit_and_listed(saved: dict[str, Any]) -> None:
+def test_every_element_is_moved_to_the_bit_and_listed(saved):
     ours, state = tensors(saved["step"]), saved["state"]
     for key, value in state.items():
         prefix, found, rest = key.partition("local_experts.")
@@ -61,7 +59,7 @@ def test_every_element_is_moved_to_the_bit_and_listed(saved: dict[str, Any]) -> 
     assert {name.split("/")[0] for name in dropped} - {"common_state"} == {"rng_state", "opt_param_scheduler"}
 
 
-def test_a_run_goes_on_with_the_optimizer_of_the_engine(saved: dict[str, Any], gloo: Any, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_optimizer_of_the_engine(saved, gloo, tmp_path):
     ours = tensors(saved["step"])
     for key, value in saved["exp_avg"].items():
         if "local_experts" not in key:
@@ -77,7 +75,7 @@ def test_a_run_goes_on_with_the_optimizer_of_the_engine(saved: dict[str, Any], g
     assert bool((after[key] >= 0.998 * ours[key]).all())
 
 
-def test_the_engine_loads_what_is_exported(saved: dict[str, Any], gloo: Any) -> None:
+def test_the_engine_loads_what_is_exported(saved, gloo):
     back = saved["folder"] / "back"
     certificate = convert("native", "megatron", saved["step"].parent, back, "--no-optim", "--transformer-impl", "local")
     assert (back / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -92,7 +90,7 @@ def test_the_engine_loads_what_is_exported(saved: dict[str, Any], gloo: Any) -> 
 @pytest.mark.parametrize(
     ("saved", "ranks"), rows(itertools.product(megatron.LISTS, (1, 2)), test=[("deepseek", 2)]), indirect=["saved"]
 )
-def test_the_engine_goes_on_with_an_exported_optimizer(saved: dict[str, Any], gloo: Any, ranks: int) -> None:
+def test_the_engine_goes_on_with_an_exported_optimizer(saved, gloo, ranks):
     back = saved["folder"] / f"for {ranks}"
     flags = ["--transformer-impl", "local", "--expert-model-parallel-size", str(ranks)]
     certificate = convert("native", "megatron", saved["step"].parent, back, *flags)
@@ -143,7 +141,7 @@ def fused_names(state: dict[str, Tensor], latent: bool) -> dict[str, str]:
     ),
     indirect=["saved"],
 )
-def test_files_of_all_ranks_are_joined_to_the_bit(saved: dict[str, Any], layout: str, tmp_path: Path) -> None:
+def test_files_of_all_ranks_are_joined_to_the_bit(saved, layout, tmp_path):
     options = dict(LAYOUTS[layout])
     if options.pop("fused", False):
         options["names"] = fused_names(saved["state"], saved["name"] == "deepseek")
@@ -154,7 +152,7 @@ def test_files_of_all_ranks_are_joined_to_the_bit(saved: dict[str, Any], layout:
 
 
 @pytest.mark.parametrize("saved", ["mixtral"], indirect=True)
-def test_a_rank_that_disagrees_with_another_is_refused(saved: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+def test_a_rank_that_disagrees_with_another_is_refused(saved, tmp_path, capsys):
     theirs = megatron.legacy(tmp_path / "theirs", saved["state"], saved["args"], tp=2)
     file = theirs / "iter_0000005" / "mp_rank_01" / "model_optim_rng.pt"
     content = torch.load(file, weights_only=False)
@@ -169,9 +167,7 @@ def test_a_rank_that_disagrees_with_another_is_refused(saved: dict[str, Any], tm
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("layout", "other"), [("tp", "01"), ("ep", "00_001"), ("pp", "00_001")])
 @pytest.mark.parametrize("saved", ["mixtral"], indirect=True)
-def test_files_that_were_exchanged_or_copied_between_ranks_are_refused(
-    saved: dict[str, Any], layout: str, other: str, known: bool, tmp_path: Path, capsys: Any
-) -> None:
+def test_files_that_were_exchanged_or_copied_between_ranks_are_refused(saved, layout, other, known, tmp_path, capsys):
     theirs = megatron.legacy(tmp_path / "theirs", saved["state"], saved["args"], **{layout: 2})
     files = [file for name in ("00", "00_000", other) for file in theirs.glob(f"*/mp_rank_{name}/*")]
     contents = [torch.load(file, weights_only=False) for file in files]

@@ -1,7 +1,5 @@
 """Files of Megatron-LM's: names by the engine's source, harmful and damaged ones, models that are not here."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Steps of a model on ranks: multi-token prediction, auxiliary losses, overlapped micro-batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The offload of activations where there is no device: host memory and the device's are then both the CPU's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The offload of activations changes no bit of a training, in any layout; what it frees is freed, and comes back."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The core attention against a plain fp32 reference, and the shapes and settings it refuses."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameters of --freeze keep their bits, and what is trained next to them is trained as without them."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

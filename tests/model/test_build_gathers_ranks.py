@@ -4,8 +4,6 @@ The engine waits for a bucket where the module of one of its parameters is calle
 operation of torch in a run, so that a parameter that is read past its module's `__call__` is found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

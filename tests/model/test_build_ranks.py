@@ -1,7 +1,5 @@
 """One rank is the oracle: any layout starts from its weights and has its loss, gradients, gradient norm and logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,11 +1,11 @@
 """Context parallelism: sequences split over ranks train, evaluate and continue as on one rank."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
 import json
+from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,9 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_moe.config.latent_exchange import exchange_cost
 from megatron_moe.config.module_names import SHORT
+from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.model.build import build_model
 from megatron_moe.model.context_parallel import OverRanks, attend_chunks, attend_lower_right, chunk_gradients
@@ -30,9 +33,9 @@ from tests.helpers import model_cases as cases
 from tests.helpers import trained_steps
 from tests.helpers.errors import relative
 from tests.helpers.rows import rows
-from tests.model import mtp_cases
+from tests.model import mtp_cases, test_mla
 from tests.model.test_attention import WIDTHS, core_attention, inputs, reference
-from tests.model.test_build_ranks import CP2, MODELS, OVERLAPPED, SP2, agrees, over
+from tests.model.test_build_ranks import CP2, MODELS, OVERLAPPED, SP2, TP2, agrees, over
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -90,23 +93,31 @@ def upstream(widths, dtype):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def dtypes_sent(pg_collection: Any) -> dict[str, set[str]]:
-    """Dtypes of what an attention in bf16 sends, by collective."""
-    seen: dict[str, set[str]] = {"all_gather_into_tensor": set(), "reduce_scatter_tensor": set()}
+@contextlib.contextmanager
+def noting() -> Iterator[list[tuple[str, str, Any, int]]]:
+    """Of each collective in this context its name, dtype, group, and the numbers that it sends to each other rank."""
+    seen: list[tuple[str, str, Any, int]] = []
 
-    def noting(name: str) -> Any:
+    def noted(name: str) -> Any:
         stock = getattr(dist, name)
 
-        def collective(output: torch.Tensor, *args: object, **options: object) -> object:
-            seen[name].add(SHORT[str(output.dtype).removeprefix("torch.")])
-            return stock(output, *args, **options)
+        def collective(output: torch.Tensor, input: torch.Tensor, group: Any) -> object:
+            dtype = SHORT[str(output.dtype).removeprefix("torch.")]
+            seen.append((name, dtype, group, min(output.numel(), input.numel())))
+            return stock(output, input, group=group)
 
         return mock.patch.object(dist, name, collective)
 
+    with noted("all_gather_into_tensor"), noted("reduce_scatter_tensor"):
+        yield seen
+
+
+def dtypes_sent(pg_collection: Any) -> dict[str, set[str]]:
+    """Dtypes of what an attention in bf16 sends, by collective."""
     own = [tensor.detach().requires_grad_() for tensor in inputs(WIDTHS["latent"], torch.bfloat16)]
-    with noting("all_gather_into_tensor"), noting("reduce_scatter_tensor"):
+    with noting() as seen:
         core_attention(pg_collection=pg_collection)(*own).sum().backward()
-    return seen
+    return {name: {dtype for other, dtype, *_ in seen if other == name} for name, *_ in seen}
 
 
 def kept_bytes(pg_collection: Any) -> int:
@@ -148,11 +159,11 @@ def test_attention_over_ranks_is_attention_over_the_sequence(once, size):
 
 
 def test_keys_and_values_travel_in_the_dtypes_of_the_contract(once):
-    contract = {row.name: row for row in table.contract(build({**TINY, **CP2, "bf16": True}))}
+    contract = {row.name: row for row in table.contract(build({**TINY, **CP2, **EXPANDED, "bf16": True}))}
     row = contract["keys and values over CP ranks"]
     for rank in once(4, attention_on_a_rank):
         assert rank["sent"] == {"all_gather_into_tensor": {row.stored}, "reduce_scatter_tensor": {row.reduced}}
-    assert "keys and values over CP ranks" not in {r.name for r in table.contract(build(TINY))}
+    assert not {"keys and values over CP ranks", LATENTS} & {r.name for r in table.contract(build(TINY))}
 
 
 @pytest.mark.parametrize("size", rows([2, 4], test=[4]))
@@ -168,6 +179,105 @@ def test_dropout_drops_weights_in_training_only_and_differently_on_each_rank(onc
         assert (found["trained"][-12:] != 1).any()
         assert abs(found["trained"].mean() - 1) < 0.3  # what is kept is scaled up
     assert not torch.equal(one["trained"], other["trained"])
+
+
+# ---- latent attention alone, whose ranks exchange latents or what they expand them to
+
+
+LATENTS = "latents over CP ranks"
+EXPANDED = {"mla_cp_exchange": "expanded"}
+BATCH, TOKENS = 2, 24
+RECOMPUTED = [(), ("core_attn",), ("mla_up_proj",), ("core_attn", "mla_up_proj")]
+SHARED_SEQUENCE = {"CP4": {"context_parallel_size": 4}, "CP2 TP2": {**CP2, **TP2}, "CP2 SP2": {**CP2, **SP2}}
+CUT_AT = {"linear_q_up_proj.weight": 0, "linear_kv_up_proj.weight": 0, "linear_proj.weight": 1}
+
+
+def latent_run(**flags: Any) -> Run:
+    return replace(Run(), **{**test_mla.SIZES, "seq_length": TOKENS, **flags})
+
+
+def latent_attention(
+    run: Run, weights: dict[str, torch.Tensor] | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A rank's part of the output and of all gradients, summed as a step sums them; and what its CP ranks exchange."""
+    layer, p = test_mla.layer_of(run), run.parallel
+    tp, cp = layer.tp_group, parallel_state.get_context_parallel_group()
+    cuts = {name: CUT_AT.get(name) for name, _ in layer.named_parameters()}
+    if weights is not None:
+        for name, parameter in layer.named_parameters():
+            parameter.data.copy_(part_of(weights[name], cuts[name], tp))
+    x, grad = torch.randn(2, TOKENS, BATCH, 32, generator=torch.Generator().manual_seed(2)).to(layer.linear_proj.weight)
+
+    def own(whole: torch.Tensor) -> torch.Tensor:
+        part = context_parallel_slice(whole, cp.rank(), cp.size(), dim=0) if cp.size() > 1 else whole
+        return part_of(part, 0 if p.sequence_parallel else None, tp).clone()
+
+    x = own(x).requires_grad_()
+    with noting() as calls:
+        output, _ = layer(x)
+        output.backward(own(grad))
+    found = {"output": output.detach(), "input": x.grad}
+    for name, parameter in layer.named_parameters():
+        dist.all_reduce(parameter.grad, group=cp)
+        if p.sequence_parallel and cuts[name] is None:
+            dist.all_reduce(parameter.grad, group=tp)
+        found[name] = parameter.grad
+    sent: dict[str, int] = Counter()
+    for name, dtype, group, numbers in calls:
+        if group is cp:
+            sent[f"{name.split('_')[0]} {dtype}"] += numbers
+    values = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    return found, {"cp": (cp.rank(), cp.size()), "tp": (tp.rank(), tp.size()), "sent": sent, "weights": values}
+
+
+def part_of(whole: torch.Tensor, axis: int | None, group: Any) -> torch.Tensor:
+    return whole if axis is None else whole.chunk(group.size(), axis)[group.rank()]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("exchange", ["latent", "expanded"])
+@pytest.mark.parametrize("layout", rows(SHARED_SEQUENCE, test=["CP2 TP2", "CP2 SP2"]))
+def test_latent_attention_over_ranks_has_the_gradients_of_one_rank(gloo, once, layout, exchange):
+    ((wanted, one),) = once(1, latent_attention, run=latent_run())
+    for modules in RECOMPUTED:
+        recomputed = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
+        run = latent_run(**SHARED_SEQUENCE[layout], **recomputed, mla_cp_exchange=exchange)
+        for found, rank in gloo.run(4, latent_attention, run=run, weights=one["weights"]):
+            for name, got in found.items():
+                whole, (tp_rank, tp) = wanted[name], rank["tp"]
+                if name in ("output", "input"):
+                    whole = context_parallel_slice(whole, *rank["cp"], dim=0)
+                    whole = whole.chunk(tp)[tp_rank] if run.parallel.sequence_parallel else whole
+                elif name in CUT_AT:
+                    whole = whole.chunk(tp, CUT_AT[name])[tp_rank]
+                assert relative(got, whole) < 1e-6, (modules, name)
+
+
+@pytest.mark.parametrize("layout", rows(SHARED_SEQUENCE, test=["CP2 SP2"]))
+def test_a_latent_is_all_that_is_sent_of_a_token_and_its_gradient_all_that_comes_back(gloo, once, layout):
+    for exchange in ("latent", "expanded"):
+        run = latent_run(**SHARED_SEQUENCE[layout], bf16=True, mla_cp_exchange=exchange)
+        contract = {row.name: row for row in table.contract(build({**TINY, **CP2, "bf16": True}))}
+        numbers = getattr(exchange_cost(run, "bfloat16"), exchange)
+        for _, rank in gloo.run(4, latent_attention, run=run):
+            cp, tp = rank["cp"][1], rank["tp"][1] if layout == "CP2 SP2" and exchange == "latent" else 1
+            once_each = numbers * BATCH * TOKENS // cp // tp
+            again = 1 if exchange == "latent" else 2  # a CPU keeps a rank's own keys and values, and gathers twice
+            assert rank["sent"] == {
+                f"all {contract[LATENTS].stored}": again * once_each,
+                f"reduce {contract[LATENTS].reduced}": once_each,
+            }
+
+
+def test_latents_are_exchanged_where_expanding_them_again_costs_less_than_sending_what_they_expand_to():
+    deepseek = {**PRESETS["deepseek-v3"], "context_parallel_size": 2, "bf16": True}
+    cost = exchange_cost(build(deepseek), "bfloat16")
+    assert (cost.latent, cost.expanded, cost.bytes_per_number) == (576, 40_960, 6)
+    assert cost.flops == 3 * 2 * 512 * 128 * (128 + 128)
+    for tp, chosen in {1: "latent", 8: "latent", 32: "latent", 64: "expanded"}.items():
+        assert build({**deepseek, "tensor_model_parallel_size": tp}).derived.mla_cp_exchange == chosen
+    assert build({**deepseek, **EXPANDED}).derived.mla_cp_exchange == "expanded"
+    assert build({**deepseek, "context_parallel_size": 1}).derived.mla_cp_exchange is None
 
 
 # ---- the loss

@@ -1,7 +1,5 @@
 """Output layer and cross entropy in one: the plain path's losses and gradients, without its memory."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import partial
 from pathlib import Path

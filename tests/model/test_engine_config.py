@@ -1,7 +1,5 @@
 """Every flag reaches the engine's configurations, or the settings that our own modules are built with."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import itertools
@@ -154,6 +152,7 @@ MOE = {
 # And for what else our modules are told, LayerSettings.
 LAYER = {
     "position_embedding_type": ("none", {}, {"rotary": False}),
+    "mla_cp_exchange": ("expanded", {**MLA, "context_parallel_size": 2}, {"gathers_latents": False}),
     "first_last_layers_bf16": (True, {}, {"bf16_layers": (0, 3)}),
     "num_layers_at_start_in_bf16": (2, {"first_last_layers_bf16": True}, {"bf16_layers": (0, 1, 3)}),
     "num_layers_at_end_in_bf16": (0, {"first_last_layers_bf16": True}, {"bf16_layers": (0,)}),

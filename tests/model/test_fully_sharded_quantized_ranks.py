@@ -1,7 +1,5 @@
 """ZeRO++ in training: each switch and all of them, in every dtype, on simulated machines of two ranks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 from unittest import mock

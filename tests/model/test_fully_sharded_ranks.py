@@ -1,7 +1,5 @@
 """ZeRO's stages 2 and 3 where ranks differ: experts without tokens, masks, steps that are not applied, evaluations."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which tokens may be drawn, against a slow reference, and how often they are."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

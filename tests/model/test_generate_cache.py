@@ -1,7 +1,5 @@
 """One token per forward pass against whole forward passes, on one process; nothing of it is left in the model."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -1,14 +1,12 @@
 """Initial weights: a function of seed and name, with Megatron-LM's standard deviations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import build_model
-from megatron_moe.model.initialize import Split, normal, part
+from megatron_moe.model.initialize import normal
 from megatron_moe.parallel import groups
 
 STREAM = [[0.1495968997478485, -0.2706325054168701], [-0.8512492775917053, 0.4086861312389374]]
@@ -69,11 +67,3 @@ def test_biases_start_at_zero(one_process):
     biases = [parameter for name, parameter in chunk.named_parameters() if name.endswith("bias")]
     assert len(biases) == 4
     assert all(not bias.any() for bias in biases)
-
-
-def test_a_gated_layers_halves_are_split_separately():
-    full = torch.arange(8).view(8, 1)
-    assert part(full, Split(0, stride=2), rank=1, ranks=2).flatten().tolist() == [2, 3, 6, 7]
-    assert part(full, Split(0), rank=1, ranks=2).flatten().tolist() == [4, 5, 6, 7]
-    assert part(full.T, Split(1), rank=0, ranks=4).flatten().tolist() == [0, 1]
-    assert torch.equal(part(full, Split(None), rank=1, ranks=2), full)

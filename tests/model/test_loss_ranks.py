@@ -1,7 +1,5 @@
 """The fused loss with the vocabulary split over ranks, alone and inside the whole model: the plain path's numbers."""
 
-from __future__ import annotations
-
 import itertools
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Multi-token prediction on one process: a readable reference, and what it leaves alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """Multi-token prediction under every layout: losses of each depth, all gradients, gradient norm, counts and the weights
 after a step are those of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ The streams take notes and queue nothing: what is tested is the order of the nod
 gradients are passed on, and that nothing that backward needs was freed. That kernels overlap on a card is not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ HybridEP's buffer is that of its branch `hybrid-ep`: rows by expert, each expert
 as its kernels and their tests have it; counts as a tensor on the host; probs by token and expert on the tokens' side.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

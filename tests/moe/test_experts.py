@@ -1,7 +1,5 @@
 """The pieces between router and output: permutation, activation, grouped products. Gradients against numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +9,8 @@ import torch.nn.functional as F
 
 from megatron_moe import Float16Module
 from megatron_moe.moe.dispatch import LocalDispatcher, build_dispatcher, copy_rows, sum_copies
-from megatron_moe.moe.experts import GroupedExperts, weighted_swiglu
-from megatron_moe.moe.grouped_gemm import GroupedLinear, TorchProduct, grouped_linear_loop
+from megatron_moe.moe.experts import GroupedExperts
+from megatron_moe.moe.grouped_gemm import TorchProduct, grouped_linear_loop
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import RoutingDecision
@@ -25,7 +23,7 @@ def tables(tokens: int, copies: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kept", [15, 9])  # slots of the copies behind are nowhere, and add nothing
-def test_copies_and_sums_are_each_others_backward(kept: int) -> None:
+def test_copies_and_sums_are_each_others_backward(kept):
     source, slots = tables(5, 3)
     source, slots, partial = source[:kept], slots.clamp(max=kept), kept < 15
     rows = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
@@ -37,42 +35,9 @@ def test_copies_and_sums_are_each_others_backward(kept: int) -> None:
     torch.testing.assert_close(sum_copies(many, source, slots, partial), with_nothing[slots].sum(1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_copies_are_summed_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
-    source, slots = tables(64, 8)
-    rows = torch.randn(512, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
-    exact = rows.double()[slots].sum(1)
-    rounded_once = exact.to(dtype)
-    summed = sum_copies(rows, source, slots)
-    assert summed.dtype == dtype
-    # As near as a number of this dtype can be; the kernel may break a tie the other way, no more.
-    assert ((summed.double() - exact).abs() <= (rounded_once.double() - exact).abs() * 1.0001 + 1e-6).all()
-
-
-def test_the_activation_has_the_right_gradients() -> None:
-    gate_up = torch.randn(7, 10, dtype=torch.float64, requires_grad=True)
-    probs = torch.rand(7, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(weighted_swiglu, (gate_up, probs))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_activation_rounds_once(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(2)
-    gate_up = torch.randn(256, 64, generator=generator).to(dtype).requires_grad_()
-    probs = torch.rand(256, generator=generator, requires_grad=True)
-    out = weighted_swiglu(gate_up, probs)
-    gate, up = gate_up.detach().double().chunk(2, -1)
-    exact = F.silu(gate) * up * probs.detach().double().unsqueeze(1)
-    assert out.dtype == dtype
-    # Half a unit in the last place, and a little for the fp32 arithmetic.
-    assert ((out.double() - exact).abs() <= 0.501 * torch.finfo(dtype).eps * exact.abs() + 1e-7).all()
-    out.sum().backward()
-    assert gate_up.grad.dtype == dtype and probs.grad.dtype == torch.float32
-
-
 @pytest.mark.parametrize("kernel", [TorchProduct(), grouped_linear_loop])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_experts_without_tokens_work(kernel: GroupedLinear, dtype: torch.dtype) -> None:
+def test_experts_without_tokens_work(kernel, dtype):
     counts = [0, 5, 0, 3, 0]
     offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
     rows = torch.randn(8, 16).to(dtype).requires_grad_()
@@ -90,7 +55,7 @@ def test_experts_without_tokens_work(kernel: GroupedLinear, dtype: torch.dtype) 
     assert nothing.shape == (0, 24) and not weights.grad.any()
 
 
-def test_an_fp64_product_names_the_backend_that_has_one() -> None:
+def test_an_fp64_product_names_the_backend_that_has_one():
     rows, weights, offsets = torch.randn(4, 8).double(), torch.randn(1, 8, 8).double(), torch.tensor([4]).int()
     with pytest.raises(ValueError, match="--moe-expert-backend"):
         TorchProduct()(rows, weights, offsets)
@@ -98,16 +63,14 @@ def test_an_fp64_product_names_the_backend_that_has_one() -> None:
 
 
 @pytest.mark.parametrize(("backend", "copies"), [("grouped_mm", 0), ("loop", 1)])
-def test_offsets_are_copied_to_the_host_once_per_layer(
-    backend: str, copies: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offsets_are_copied_to_the_host_once_per_layer(backend, copies, monkeypatch):
     built, seen, to_host = layer(16, 8, backend), [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: seen.append(tensor) or to_host(tensor))
     built(torch.randn(5, 1, 16))
     assert len(seen) == copies
 
 
-def test_rows_arrive_grouped_by_expert_and_go_home() -> None:
+def test_rows_arrive_grouped_by_expert_and_go_home():
     ids = torch.tensor([[2, 0], [1, 2], [2, 3]])
     probs = torch.arange(6.0).view(3, 2)
     hidden = torch.tensor([[1.0], [10.0], [100.0]])
@@ -119,7 +82,7 @@ def test_rows_arrive_grouped_by_expert_and_go_home() -> None:
     assert dispatcher.combine(expert_input.rows, plan).flatten().tolist() == [2, 20, 200]
 
 
-def test_an_unknown_backend_or_dispatcher_is_named() -> None:
+def test_an_unknown_backend_or_dispatcher_is_named():
     with pytest.raises(ValueError, match="--moe-expert-backend cutlass"):
         layer(16, 8, "cutlass")
     with pytest.raises(ValueError, match="--moe-token-dispatcher-type pigeon"):
@@ -138,7 +101,7 @@ def layer(hidden: int, width: int, backend: str = "grouped_mm", **changes: Any) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_widths_that_the_kernel_cannot_take_are_refused_when_the_layer_is_built(dtype: torch.dtype) -> None:
+def test_widths_that_the_kernel_cannot_take_are_refused_when_the_layer_is_built(dtype):
     multiple = 4 if dtype == torch.float32 else 8
     for hidden, width in ((multiple + 2, multiple), (multiple, multiple - 2), (multiple, multiple // 2)):
         with pytest.raises(ValueError) as caught:
@@ -152,7 +115,7 @@ def test_widths_that_the_kernel_cannot_take_are_refused_when_the_layer_is_built(
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_weights_cast_to_half_precision_are_refused_by_the_cast(half: str) -> None:
+def test_weights_cast_to_half_precision_are_refused_by_the_cast(half):
     """Four numbers of fp32 are 16 bytes, and four of half precision are not."""
     for cast in (lambda module: Float16Module(config(**{half: True}), module), lambda module: module.to(HALVES[half])):
         with pytest.raises(ValueError, match="--moe-ffn-hidden-size 12.* multiples of 8"):
@@ -161,7 +124,7 @@ def test_weights_cast_to_half_precision_are_refused_by_the_cast(half: str) -> No
         cast(layer(16, 12, "loop"))
 
 
-def test_the_width_that_counts_is_a_ranks_part_of_an_expert() -> None:
+def test_the_width_that_counts_is_a_ranks_part_of_an_expert():
     settings, split = config(moe_ffn_hidden_size=8), replace(moe_groups(), etp_size=4)
     options = MoEOptions.from_engine_config(settings)
     GroupedExperts(settings, options, replace(split, etp_size=2))

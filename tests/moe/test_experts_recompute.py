@@ -1,7 +1,5 @@
 """Recomputation changes no number, counts no token twice, and keeps less."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

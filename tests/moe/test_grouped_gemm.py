@@ -1,7 +1,5 @@
 """Weight gradients that are added to their fp32 sums in the product, against those that autograd hands on."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +78,7 @@ def summed(name: str, fused: bool | None, dtype: torch.dtype, number: int) -> tu
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_in_fp32_the_sum_of_one_micro_batch_has_the_same_bits_and_of_several_the_same_numbers(name: str) -> None:
+def test_in_fp32_the_sum_of_one_micro_batch_has_the_same_bits_and_of_several_the_same_numbers(name):
     for number in (1, 4):
         (plain, outputs), (fused, same) = (summed(name, one, torch.float32, number) for one in (False, True))
         assert all(torch.equal(one, other) for one, other in zip(outputs, same, strict=True))
@@ -94,7 +92,7 @@ def test_in_fp32_the_sum_of_one_micro_batch_has_the_same_bits_and_of_several_the
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_in_half_precision_sums_are_more_exact_than_of_rounded_gradients(name: str, dtype: torch.dtype) -> None:
+def test_in_half_precision_sums_are_more_exact_than_of_rounded_gradients(name, dtype):
     product, shape = PRODUCTS[name]
     (plain, outputs), (fused, same) = (summed(name, one, dtype, 8) for one in (False, True))
     assert all(torch.equal(one, other) for one, other in zip(outputs, same, strict=True))
@@ -121,9 +119,7 @@ def test_in_half_precision_sums_are_more_exact_than_of_rounded_gradients(name: s
 @pytest.mark.parametrize("way", ["native", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["experts, gate and up", "experts, down"])
-def test_by_default_experts_on_a_cpu_add_the_gradients_of_autograd_one_by_one(
-    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, way: str
-) -> None:
+def test_by_default_experts_on_a_cpu_add_the_gradients_of_autograd_one_by_one(monkeypatch, name, dtype, way):
     monkeypatch.setitem(env_vars.chosen, env_vars.HALF_PRODUCTS, way)
     for number in (1, 3) if dtype != torch.float32 else (1,):
         by_autograd, by_default = (summed(name, one, dtype, number)[0] for one in (False, None))
@@ -132,7 +128,7 @@ def test_by_default_experts_on_a_cpu_add_the_gradients_of_autograd_one_by_one(
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_weight_without_an_fp32_sum_gets_its_gradient_from_autograd(name: str) -> None:
+def test_a_weight_without_an_fp32_sum_gets_its_gradient_from_autograd(name):
     product, shape = PRODUCTS[name]
     for total in (None, torch.zeros(shape, dtype=torch.bfloat16)):
         weight: Any = torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16))
@@ -146,7 +142,7 @@ def test_a_weight_without_an_fp32_sum_gets_its_gradient_from_autograd(name: str)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_weight_with_hooks_shows_them_its_gradient(name: str) -> None:
+def test_a_weight_with_hooks_shows_them_its_gradient(name):
     product, shape = PRODUCTS[name]
     trained, plain = Trained(shape, torch.float32), summed(name, False, torch.float32, 1)[0]
     trained.weight.register_hook(lambda gradient: 2 * gradient)
@@ -156,14 +152,14 @@ def test_a_weight_with_hooks_shows_them_its_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_sums_are_found_where_saved_tensors_come_back_as_others(name: str) -> None:
+def test_sums_are_found_where_saved_tensors_come_back_as_others(name):
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
         trained, _ = summed(name, True, torch.bfloat16, 1)
     assert {one.layout for one in trained.handed_on} == {torch.sparse_coo}
 
 
 @pytest.mark.parametrize("fused_first", [True, False])
-def test_a_weight_that_is_used_in_another_place_too_gets_both_gradients(fused_first: bool) -> None:
+def test_a_weight_that_is_used_in_another_place_too_gets_both_gradients(fused_first):
     trained = Trained((40, 16), torch.float32)
     (rows,) = micro_batches(1, torch.float32)
     losses, looked_up = loss(rows, trained.weight, True).sum(), trained.weight[LABELS].sum()
@@ -173,7 +169,7 @@ def test_a_weight_that_is_used_in_another_place_too_gets_both_gradients(fused_fi
     assert torch.allclose(trained.weight.main_grad, leaf.grad, atol=1e-6)
 
 
-def test_experts_without_a_row_leave_their_sums_as_they_are() -> None:
+def test_experts_without_a_row_leave_their_sums_as_they_are():
     trained = Trained((4, 16, 16), torch.float32)
     trained.weight.main_grad.fill_(3.0)
     rows = torch.zeros(0, 16, requires_grad=True)
@@ -181,7 +177,7 @@ def test_experts_without_a_row_leave_their_sums_as_they_are() -> None:
     assert torch.equal(trained.weight.main_grad, torch.full((4, 16, 16), 3.0))
 
 
-def test_a_layer_that_must_not_fuse_hands_every_gradient_on(one_process: None) -> None:
+def test_a_layer_that_must_not_fuse_hands_every_gradient_on(one_process):
     case = {**random_case(3), "shared": True, "shared_gate": True}
     layer, _ = build_layer(case, {})
     for weight in layer.parameters():

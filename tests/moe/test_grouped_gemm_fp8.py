@@ -1,7 +1,5 @@
 """The experts' products in emulated FP8, against numbers rounded one at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,25 +10,16 @@ from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import build_model
+from megatron_moe.moe import grouped_gemm_fp8 as fp8
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.grouped_gemm import TorchProduct
-from megatron_moe.moe.grouped_gemm_fp8 import (
-    E4M3,
-    E5M2,
-    Fp8Product,
-    TokenTiles,
-    TransformerEngineFp8,
-    fp8_form,
-    fp8_products,
-    rounded_to_fp8,
-)
 from megatron_moe.parallel import groups
 from megatron_moe.platform import env_vars, hardware
 from tests.helpers import scaled_product_stub
 from tests.helpers.stepped_trainer import TINY
 from tests.numbers import reference_fp8 as reference
 
-FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+FORMATS = {"e4m3": fp8.E4M3, "e5m2": fp8.E5M2}
 SHAPES = {"a row's": (1, 128), "a matrix's": (128, 128), "a feature's": (128, 1)}
 
 
@@ -44,11 +33,11 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize(
     ("shape", "name"), [("a row's", "e4m3"), ("a row's", "e5m2"), ("a matrix's", "e5m2"), ("a feature's", "e4m3")]
 )
-def test_each_number_is_within_half_a_step_and_the_nearest_one(shape: str, name: str) -> None:
+def test_each_number_is_within_half_a_step_and_the_nearest_one(shape, name):
     """Half a step is 2^-4 of a normal number (e4m3; 2^-3 in e5m2), and half the smallest number of a subnormal one."""
     (high, wide), known = SHAPES[shape], reference.FORMATS[name]
     values = randn(130, 131, seed=0)  # the last tiles are smaller, in both dimensions
-    found = rounded_to_fp8(values, high, wide, FORMATS[name])
+    found = fp8.rounded_to_fp8(values, high, wide, FORMATS[name])
     half_step = 2.0 ** (-4 if name == "e4m3" else -3)
     for top in range(0, 130, high):
         for left in range(0, 131, wide):
@@ -61,28 +50,28 @@ def test_each_number_is_within_half_a_step_and_the_nearest_one(shape: str, name:
     assert ((found.double() - wanted).abs() <= 1e-7 * wanted.abs()).all()
 
 
-def test_every_number_of_a_format_stays_as_it_is() -> None:
+def test_every_number_of_a_format_stays_as_it_is():
     for name, dtype in FORMATS.items():
         known = torch.tensor(reference.FORMATS[name], dtype=torch.float32)
-        assert torch.equal(rounded_to_fp8(torch.stack([known, -known]), 2, len(known), dtype)[0], known)
+        assert torch.equal(fp8.rounded_to_fp8(torch.stack([known, -known]), 2, len(known), dtype)[0], known)
 
 
-def test_zeros_stay_zeros_and_the_smallest_numbers_are_finite() -> None:
-    assert not rounded_to_fp8(torch.zeros(3, 200), 1, 128).any()
+def test_zeros_stay_zeros_and_the_smallest_numbers_are_finite():
+    assert not fp8.rounded_to_fp8(torch.zeros(3, 200), 1, 128).any()
     tiny = torch.tensor([[2.0**-149, 2.0**-127, 0.0, -(2.0**-120)]])
-    found = rounded_to_fp8(tiny, 1, 128)
+    found = fp8.rounded_to_fp8(tiny, 1, 128)
     assert ((found - tiny).abs() <= torch.maximum(tiny.abs() / 16, torch.tensor(2.0**-136))).all()
     huge = torch.full((1, 128), torch.finfo(torch.float32).max)
-    assert torch.isfinite(rounded_to_fp8(huge, 1, 128)).all()
+    assert torch.isfinite(fp8.rounded_to_fp8(huge, 1, 128)).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_spoils_its_own_tile_alone(bad: float) -> None:
+def test_what_is_not_finite_spoils_its_own_tile_alone(bad):
     for dtype in FORMATS.values():
         values = randn(2, 256, seed=1)
-        clean = rounded_to_fp8(values, 1, 128, dtype)
+        clean = fp8.rounded_to_fp8(values, 1, 128, dtype)
         values[1, 200] = bad
-        found = rounded_to_fp8(values, 1, 128, dtype)
+        found = fp8.rounded_to_fp8(values, 1, 128, dtype)
         assert not torch.isfinite(found[1, 128:]).any()
         assert torch.equal(found[0], clean[0]) and torch.equal(found[1, :128], clean[1, :128])
 
@@ -90,15 +79,15 @@ def test_what_is_not_finite_spoils_its_own_tile_alone(bad: float) -> None:
 # ---- tiles along tokens
 
 
-def test_no_tile_has_rows_of_two_experts() -> None:
+def test_no_tile_has_rows_of_two_experts():
     counts = [0, 1, 128, 0, 129, 300, 0]
     offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
     rows = randn(sum(counts), 8, seed=2)
-    tiles = TokenTiles.of(offsets, len(rows))
+    tiles = fp8.TokenTiles.of(offsets, len(rows))
     assert tiles.slots.unique().numel() == len(rows) and int(tiles.slots.max()) < tiles.places
     found = tiles.rounded(rows)
     for expert, mine in zip(rows.split(counts), found.split(counts), strict=True):
-        assert not len(expert) or torch.equal(mine, rounded_to_fp8(expert, 128, 1))
+        assert not len(expert) or torch.equal(mine, fp8.rounded_to_fp8(expert, 128, 1))
 
 
 # ---- the product
@@ -129,12 +118,10 @@ def assert_close(found: Tensor, exact: Tensor, sizes: Tensor) -> None:
         ("hybrid", torch.float32, "emulated", 1),
     ],
 )
-def test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles(
-    fp8_format: str, dtype: torch.dtype, form: str, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles(fp8_format, dtype, form, number, monkeypatch):
     """Sizes that are no multiples of a tile, two matrices of an expert in the first product, an expert without rows."""
     scaled_product_stub.install(monkeypatch)
-    kernel = fp8_products(fp8_format, form)[number]
+    kernel = fp8.fp8_products(fp8_format, form)[number]
     rows, weights, offsets, grad = case(kernel.matrices, 136, 144, dtype)
     result = kernel(rows, weights, offsets)
     result.backward(grad)
@@ -154,10 +141,10 @@ def test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles(
 
 
 @pytest.mark.parametrize("form", ["emulated", "scaled"])
-def test_a_linear_layer_is_one_expert_with_all_rows(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linear_layer_is_one_expert_with_all_rows(form, monkeypatch):
     """Next to a second expert without rows, the rows get places, and the products are those of groups."""
     calls, found = scaled_product_stub.install(monkeypatch), []
-    kernel = Fp8Product(E5M2, 1, form)
+    kernel = fp8.Fp8Product(fp8.E5M2, 1, form)
     for alone in (True, False):
         x = randn(10, 13, 144, seed=9, dtype=torch.bfloat16).requires_grad_()
         weight = randn(136, 144, seed=10, dtype=torch.bfloat16).requires_grad_()
@@ -172,19 +159,19 @@ def test_a_linear_layer_is_one_expert_with_all_rows(form: str, monkeypatch: pyte
     assert len(calls) == (6 if form == "scaled" else 0)
 
 
-def test_a_linear_layer_may_have_any_widths_and_a_rank_no_rows() -> None:
+def test_a_linear_layer_may_have_any_widths_and_a_rank_no_rows():
     """torch's product of groups takes multiples of 16 bytes."""
     x, weight = (randn(3, 5, seed=seed, dtype=torch.bfloat16).requires_grad_() for seed in (12, 13))
-    y = Fp8Product(E4M3).linear(x, weight)
+    y = fp8.Fp8Product(fp8.E4M3).linear(x, weight)
     y.sum().backward()
     assert y.shape == (3, 3) and x.grad.shape == weight.grad.shape == (3, 5)
     rows, weights = torch.zeros(0, 16, requires_grad=True), torch.ones(2, 8, 16, requires_grad=True)
-    fp8_products("e4m3")[1](rows, weights, torch.zeros(2, dtype=torch.int32)).sum().backward()
+    fp8.fp8_products("e4m3")[1](rows, weights, torch.zeros(2, dtype=torch.int32)).sum().backward()
     assert rows.grad.shape == (0, 16) and not weights.grad.any()
 
 
-def test_a_gradient_with_strides_of_zero_and_autocast_change_nothing() -> None:
-    _, kernel = fp8_products("hybrid")
+def test_a_gradient_with_strides_of_zero_and_autocast_change_nothing():
+    _, kernel = fp8.fp8_products("hybrid")
     found = []
     for autocast in (False, True):
         rows, weights, offsets, _ = case(1, 136, 144, torch.bfloat16)
@@ -200,13 +187,13 @@ def test_a_gradient_with_strides_of_zero_and_autocast_change_nothing() -> None:
 
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("fp8_format", [None, "e4m3", "hybrid"])
-def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format: str | None) -> None:
+def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format):
     run = replace(Run(), **{**TINY, "bf16": True, "fp8_format": fp8_format})
     (chunk,) = build_model(run, groups.initialize(run), 100)
     experts = [module for module in chunk.modules() if isinstance(module, GroupedExperts)]
-    kernels: Any = (TorchProduct(None),) * 2 if fp8_format is None else fp8_products(fp8_format)
+    kernels: Any = (TorchProduct(None),) * 2 if fp8_format is None else fp8.fp8_products(fp8_format)
     assert experts and all((one.gate_up_linear, one.grouped_linear) == kernels for one in experts)
-    assert fp8_format is None or isinstance(kernels[0], Fp8Product)
+    assert fp8_format is None or isinstance(kernels[0], fp8.Fp8Product)
 
 
 # ---- which form computes
@@ -216,20 +203,18 @@ def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format: str | No
     ("capability", "cuda", "reason"),
     [((9, 0), "12.9", None), ((8, 0), "13.0", "8.0"), ((10, 0), "13.0", "10.0"), ((9, 0), "12.8", "CUDA 12.8")],
 )
-def test_hopper_alone_has_the_scaled_product(
-    capability: tuple[int, int], cuda: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "no CUDA device" in str(platform.why_no_fp8_products()) and fp8_form() == "emulated"
+def test_hopper_alone_has_the_scaled_product(capability, cuda, reason, monkeypatch):
+    assert "no CUDA device" in str(platform.why_no_fp8_products()) and fp8.fp8_form() == "emulated"
     for name, found in (("has_streams", True), ("device", torch.device("cpu"))):
         monkeypatch.setattr(hardware, name, lambda found=found: found)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert fp8_form() == ("scaled" if reason is None else "emulated")
+    assert fp8.fp8_form() == ("scaled" if reason is None else "emulated")
     monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "scaled")
     if reason is not None:
         with pytest.raises(ConfigError, match=reason):
-            TransformerEngineFp8("e4m3")
+            fp8.TransformerEngineFp8("e4m3")
         with pytest.raises(ConfigError, match=f"{env_vars.FP8}=scaled: .*{reason}"):
-            fp8_form()
+            fp8.fp8_form()
     monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "emulated")
-    assert fp8_form() == "emulated"
+    assert fp8.fp8_form() == "emulated"

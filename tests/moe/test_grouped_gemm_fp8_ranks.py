@@ -1,7 +1,5 @@
 """Products in emulated FP8, in layers on several ranks and in a run: what they change, and what they leave."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -57,7 +55,7 @@ def layer_passes(layout: dict[str, Any]) -> dict[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_experts_on_several_ranks_round_the_same_tiles(once: Any, layout: str) -> None:
+def test_experts_on_several_ranks_round_the_same_tiles(once, layout):
     """An expert has fewer than 128 rows here, one tile, whose maximum does not depend on their order.
 
     A number that another order of addition moves over the middle between two FP8 numbers may be rounded the other way.
@@ -118,7 +116,7 @@ def mlp_pass(pg: Any, sequence_parallel: bool, in_fp8: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_linear_layers_split_over_tp_round_the_same_tiles(once: Any, sequence_parallel: bool) -> None:
+def test_linear_layers_split_over_tp_round_the_same_tiles(once, sequence_parallel):
     ranks = [rank[sequence_parallel] for rank in once(2, mlp_passes, ranks=2)]
     ((alone, plain),) = once(1, mlp_passes, ranks=1)
     for name, dimension in {"output": 0, "gradient": 0, "weight1": 1, "weight2": 1}.items():
@@ -155,9 +153,7 @@ def in_fp8(gloo: Any) -> dict[str, Any]:
     return gloo.run(1, step, flags={"fp8_format": "e4m3"})[0]
 
 
-def test_a_run_with_fp8_starts_from_the_same_weights_and_state_and_routes_the_same_tokens(
-    gloo: Any, in_fp8: dict[str, Any]
-) -> None:
+def test_a_run_with_fp8_starts_from_the_same_weights_and_state_and_routes_the_same_tokens(gloo, in_fp8):
     """The first layer of experts gets the same input in the first step, and so its bias the same counts."""
     (plain,), (experts,) = (
         gloo.run(1, step, flags=flags) for flags in ({}, {"fp8_format": "e4m3", "fp8_modules": ("experts",)})
@@ -175,13 +171,13 @@ RECOMPUTED = ["moe mlp core_attn", "moe_act layernorm mla_up_proj shared_experts
 
 
 @pytest.mark.parametrize("modules", rows(RECOMPUTED, test=RECOMPUTED[1:]))
-def test_recomputation_gives_the_same_bits(gloo: Any, in_fp8: dict[str, Any], modules: str) -> None:
+def test_recomputation_gives_the_same_bits(gloo, in_fp8, modules):
     flags = {"fp8_format": "e4m3", "recompute_granularity": "selective", "recompute_modules": tuple(modules.split())}
     (again,) = gloo.run(1, step, flags=flags)
     assert again == in_fp8
 
 
-def test_weights_spread_over_ranks_and_padded_experts_train_in_fp8_too(gloo: Any, in_fp8: dict[str, Any]) -> None:
+def test_weights_spread_over_ranks_and_padded_experts_train_in_fp8_too(gloo, in_fp8):
     """ZeRO-3 with experts on two ranks; capacity and padding; other tiles along tokens than one process has."""
     flags = {"fp8_format": "e4m3", "expert_model_parallel_size": 2, "moe_expert_capacity_factor": 4.0}
     flags |= {"moe_pad_expert_input_to_capacity": True, "data_parallel_sharding_strategy": "optim_grads_params"}

@@ -1,7 +1,5 @@
 """The MoE layer on 1, 2 and 4 ranks agrees with the readable reference: outputs, all gradients, counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

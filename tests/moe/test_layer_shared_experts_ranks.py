@@ -4,8 +4,6 @@ The streams have CUDA's methods and queue nothing. No test here can see that ker
 is not reused early there; `make gpu` compares the bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 One router, tokens with padding in unequal numbers, and the reference over the whole global batch as the oracle.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

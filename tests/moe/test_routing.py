@@ -1,7 +1,5 @@
 """Routing at the ends of its range, the places of split tokens, and what a router reports of one step after another."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

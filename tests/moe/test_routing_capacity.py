@@ -1,7 +1,5 @@
 """Capacity, Sinkhorn, jitter and round robin of one router, beside the engine's own functions where they are right."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups of experts as megatron-core chooses them, held against its own function: experts, weights and gradients."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -106,26 +104,12 @@ def test_the_other_rules_choose_other_experts_than_the_engine(rule: str) -> None
     assert other_choices(rule, draws=30) == {"softmax", "pre_softmax", "sigmoid"}
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"moe_router_topk_scaling_factor": 2.5}, SOFTMAX, {**SOFTMAX, "moe_router_pre_softmax": True}]
-)
-@pytest.mark.parametrize("groups", [{}, GROUPS], ids=["no groups", "groups"])
-def test_a_stock_configuration_gives_megatrons_weights(changes: dict[str, Any], groups: dict[str, Any]) -> None:
-    """The engine's own routing function on the same logits."""
-    r = TopKRouter(config(num_moe_experts=16, moe_router_topk=4, **groups, **changes)).eval()
-    assert not groups or r.options.group_score == "megatron"
-    hidden = tokens(64)
-    probs, routing_map = by_engine(r.gate(hidden), r.expert_bias, r.options)
-    ours, our_map = r(hidden)
-    assert torch.equal(our_map, routing_map)
-    torch.testing.assert_close(ours, probs, rtol=1e-6, atol=1e-7)
-
-
 def test_a_run_and_a_configuration_that_names_a_rule_mean_that_rule() -> None:
     run = replace(Run(), num_experts=16, moe_router_topk=4, **GROUPS)
     assert MoEOptions.from_run(run).group_score == "top2"
     assert MoEOptions.from_run(replace(run, moe_router_group_score="max")).group_score == "max"
     stock = config(num_moe_experts=16, moe_router_topk=4, **GROUPS)
+    assert MoEOptions.from_engine_config(stock).group_score == "megatron"
     stock.moe_router_group_score = "max"
     assert MoEOptions.from_engine_config(stock).group_score == "max"
 

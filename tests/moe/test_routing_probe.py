@@ -1,7 +1,5 @@
 """What the probe says of a router's choices, against values computed by hand."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What the ranks do in test_per_module_precision.py."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

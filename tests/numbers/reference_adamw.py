@@ -5,8 +5,6 @@ rate as the schedule's multiplier): moments, bias correction, and weight decay b
 (norms and biases) do not decay.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

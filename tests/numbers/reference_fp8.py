@@ -1,7 +1,5 @@
 """FP8 in tiles as it is defined, in fp64: the numbers of each format from their bits, and one tile at a time."""
 
-from __future__ import annotations
-
 import bisect
 
 import torch

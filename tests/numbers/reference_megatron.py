@@ -4,8 +4,6 @@ The mapping from arguments to the engine's settings is that of Megatron-LM (`meg
 shares nothing with `model/engine_config.py`, which it is compared with.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Iterator, Sequence

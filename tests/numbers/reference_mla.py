@@ -4,8 +4,6 @@ Weights are a dict of full tensors under the names of megatron_moe.model.mla. Ev
 weights, head by head, with the whole score matrix.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Nothing is shared with the package. `Routing` holds the options by their meaning, not by the package's classes.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

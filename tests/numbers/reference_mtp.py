@@ -6,8 +6,6 @@ tensors under their names in the whole model; everything is computed in their dt
 says more.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ of their singular values, and scaled to the size of AdamW's updates. What a line
 several maps (queries, keys and values; gate and up; one expert after another) is as many matrices.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Block quantisation as it is defined, number by number, in fp64."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

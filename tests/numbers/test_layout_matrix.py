@@ -11,8 +11,6 @@ The first step shows the weights that a layout starts with, the second what its 
 and the weights after it what the optimizer kept from the first. Further steps repeat the second.
 """
 
-from __future__ import annotations
-
 import os
 import traceback
 from typing import Any, NamedTuple
@@ -106,6 +104,7 @@ PARTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("moe_
 SINGLES = {"micro_batch_size": 1}
 FUSED = {"cross_entropy_loss_fusion": True}
 LOOP = {"moe_expert_backend": "loop"}
+EXPANDED = {"mla_cp_exchange": "expanded"}  # in place of the latents that CP ranks exchange
 
 # (model, ranks, flags of the layout, one by one)
 Row = tuple[str, int, dict[str, dict[str, Any]]]
@@ -120,12 +119,12 @@ PAIRS: list[Row] = [
     ("every loss", 4, {"tp2": TP2, "cp2": CP2, "ep2": EP2, "etp1": ETP1, "recomputed": PARTS_AGAIN}),
     ("every loss", 4, {"pp2": PP2, "dp2": {}, "overlap": OVERLAP, "all recomputed": ALL_AGAIN}),
     ("per token", 4, {"tp2": TP2, "dp2": {}, "ep2": EP2, "etp2": ETP2, "singles": SINGLES, "sharded": SHARDED}),
-    ("per token", 4, {"cp2": CP2, "pp2": PP2, "ep2": EP2, "loop": LOOP}),
+    ("per token", 4, {"cp2": CP2, "pp2": PP2, "ep2": EP2, "loop": LOOP, "expanded": EXPANDED}),
     ("further tokens", 4, {"cp2": CP2, "dp2": {}, "ep2": EP2, "zero3": ZERO3, "all recomputed": ALL_AGAIN}),
     ("further tokens", 4, {"tp2": TP2, "further at end": FURTHER_AT_END}),
     ("further tokens", 4, {"further alone": FURTHER_ALONE}),
     ("capacity", 2, {"ep2": EP2, "allgather": ALLGATHER}),
-    ("capacity", 4, {"tp2": TP2, "cp2": CP2, "etp1": ETP1}),
+    ("capacity", 4, {"tp2": TP2, "cp2": CP2, "etp1": ETP1, "expanded": EXPANDED}),
     ("tied", 4, {"tp2": TP2, "cp2": CP2, "ep2": EP2, "etp1": ETP1, "zero3": ZERO3}),
     ("tied", 4, {"tied alone": TIED_ALONE, "dp2": {}, "sharded": SHARDED}),
     ("dense", 4, {"tp2": {"tensor_model_parallel_size": 2}, "cp2": CP2, "gather": GATHER}),

@@ -1,7 +1,5 @@
 """Whole runs of combined layouts, with one rank as oracle: what their metrics say of each step, and the evaluation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ FLAGS = {
     "rampup_batch_size": (4, 4, 8),
     "moe_router_load_balancing_type": ("seq_aux_loss",),
     "moe_aux_loss_coeff": (0.01,),
+    "mtp_num_layers": 1,
 }
 OVERLAP = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
 LAYOUTS = {
@@ -47,6 +46,7 @@ def test_every_layout_trains_as_one_rank_does(gloo, once, folder, tmp_path, layo
         assert mine["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
         assert mine["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
         assert mine["global_batch_size"] == wanted["global_batch_size"]
+        assert mine["mtp_losses"] == pytest.approx(wanted["mtp_losses"], rel=1e-4) and len(mine["mtp_losses"]) == 1
         assert mine["aux_losses"] == pytest.approx(wanted["aux_losses"], rel=1e-4)
         # the first step routes with equal weights, later ones may differ in a near tie
         if wanted["iteration"] == 1:

@@ -1,7 +1,5 @@
 """fp32 exceptions in bf16 and fp16 models: weights and compute, the residual stream, gradients, evaluation, layouts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

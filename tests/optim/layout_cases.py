@@ -1,7 +1,5 @@
 """Layouts, and ways to store the optimizer's state, for tests in which one rank is the oracle of several."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The optimizer of packed state: what it stores, what it says of it, and what it refuses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

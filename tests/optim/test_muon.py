@@ -1,7 +1,5 @@
 """The Newton-Schulz iteration against singular values in fp64, and what packed state becomes, and where it is."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

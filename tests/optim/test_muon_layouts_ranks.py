@@ -1,7 +1,5 @@
 """Muon over layouts and checkpoints: one rank is the oracle."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

@@ -5,8 +5,6 @@ of a momentum is compared with the singular values' map of the momentum that the
 values make a small error of the gradient large.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any

@@ -1,7 +1,5 @@
 """The learning rate follows its flags, in committed iterations; kernels for GPUs get no empty or offloaded shards."""
 
-from __future__ import annotations
-
 import math
 import random
 from types import SimpleNamespace
@@ -40,7 +38,7 @@ def rates(iterations: int, **flags: object) -> list[float]:
 
 SHAPES: dict[str, tuple[dict[str, Any], list[float]]] = {
     "linear warm-up": ({"lr_warmup_iters": 4, "lr_warmup_init": 0.2}, [0.2, 0.4, 0.6, 0.8, 1.0]),
-    "warm-up as a share of the decay": ({"lr_warmup_fraction": 0.1}, [0.0, 0.5, 1.0]),
+    "warm-up as a share of the decay": ({"lr_warmup_fraction": 0.1, "lr_decay_iters": 40}, [0.0, 0.25, 0.5, 0.75, 1.0]),
     "warm-up of the whole run": ({"lr_warmup_iters": 20}, [n / 19 for n in range(20)]),
     "constant": ({}, [1.0] * 30),
     "linear": ({"lr_decay_style": "linear"}, [*(1.0 - 0.9 * n / 20 for n in range(21)), *[0.1] * 4]),

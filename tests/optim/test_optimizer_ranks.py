@@ -5,8 +5,6 @@ or reduction. Epsilon is of the size of the gradients and all gradients are clip
 same for any multiple of them, and neither the threshold nor a scale could be seen.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

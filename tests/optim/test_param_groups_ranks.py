@@ -1,7 +1,5 @@
 """Learning rates and decays by name: torch's AdamW is the reference on one rank, and one rank on all layouts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

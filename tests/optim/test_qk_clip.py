@@ -1,7 +1,5 @@
 """The rows of a weight that QK-clip multiplies, in whichever part of it a rank updates."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

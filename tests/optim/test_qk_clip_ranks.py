@@ -1,7 +1,5 @@
 """QK-clip: measured logits against whole score matrices, clipped weights against the formula, on every layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The average of the weights: its formula on every layout, and its way through checkpoints."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """One process without a launcher: groups, facts and seeds."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """NCCL is set up so that our report on a hang comes before its abort, and its flight recorder can be read."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """ZeRO++'s collectives on real ranks: equal bits everywhere, errors within their bound, and the bytes that are sent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Small runs by the flags that users type, in processes that are forked from one with a pretended device."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

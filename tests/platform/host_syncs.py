@@ -15,8 +15,6 @@ All tensors are in the CPU's memory. Which of them would be the host's is follow
 without a device, read from files or copied from the device, and what is computed from nothing else.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What a process with Transformer Engine over its stub runs for the tests: training, and the grouped product alone."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -66,6 +64,14 @@ def fp8_products(_: Any) -> None:
             case = _case(counts, (128, 128), torch.bfloat16)
             for ours, reference in zip(_results(kernel, *case), _results(emulated, *case), strict=True):
                 torch.testing.assert_close(ours, reference, rtol=2**-7, atol=1e-3)
+
+
+def stage_9(argv: list[str]) -> None:
+    """Run stage 9 of `make gpu`: NOTES FOLDER."""
+    from tests.gpu.speed import transformer_engine
+    from tests.gpu.stage import Stage
+
+    transformer_engine(Stage(*map(Path, argv), dry=True, seconds=300.0))
 
 
 def _case(counts: tuple[int, ...], size: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

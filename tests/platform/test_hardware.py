@@ -1,7 +1,5 @@
 """Which devices of a machine, which ranks on them and which backends are refused; the memory of this process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

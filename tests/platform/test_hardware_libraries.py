@@ -1,7 +1,5 @@
 """A Transformer Engine or apex that is installed and cannot be loaded: hidden, named, and refused by reason."""
 
-from __future__ import annotations
-
 import functools
 import sys
 

@@ -4,8 +4,6 @@ They are forked from a process that has loaded torch and the engine, and has a T
 torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

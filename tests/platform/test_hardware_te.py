@@ -3,8 +3,6 @@
 The flags are those that users type; the machine is the pretended one of `tests/helpers/cuda_on_cpu.py`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,7 +83,7 @@ def test_its_grouped_product_in_fp8_is_the_emulation_of_the_same_tiles(te_parent
 
 
 def test_stage_9_of_make_gpu_compares_both_backends(te_parent, tmp_path):
-    printed(te_parent, "tests.gpu.over_stub:main", [str(tmp_path / "notes"), str(tmp_path), "300"], tmp_path)
+    printed(te_parent, "tests.platform.te_cases:stage_9", [str(tmp_path / "notes"), str(tmp_path)], tmp_path)
     checks = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
     assert [check["status"] for check in checks if "status" in check] == ["pass"] * 4
 

@@ -1,7 +1,5 @@
 """How often the host waits for the device, on the pretended CUDA machine: docs/internals/gpu_paths.md has the table."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

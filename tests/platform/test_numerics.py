@@ -1,7 +1,5 @@
 """The switches beneath the dtypes: a run sets them, keeps what the environment may decide, and puts all back."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -131,7 +129,7 @@ def test_a_value_that_does_not_is_refused_by_name(name: str, value: str, monkeyp
 
 # ---- --allow-tf32: what it switches, what stays exact, and that the checks and the contract go by it
 
-ALLOWED = replace(Run(), allow_tf32=True)
+ALLOWED, DETERMINISTIC = replace(Run(), allow_tf32=True), replace(Run(), deterministic_mode=True)
 
 
 def products() -> tuple[str, str]:
@@ -139,17 +137,17 @@ def products() -> tuple[str, str]:
     return MATMUL.fp32_precision, mkldnn.matmul.fp32_precision
 
 
-@pytest.mark.parametrize(("run", "gpu"), [(Run(), "ieee"), (ALLOWED, "tf32")])
-def test_a_run_multiplies_by_tf32_where_it_was_chosen_and_leaves_without_a_trace(run: Run, gpu: str) -> None:
+@pytest.mark.parametrize(("run", "gpu"), [(Run(), "ieee"), (ALLOWED, "tf32"), (DETERMINISTIC, "ieee")])
+def test_a_run_has_the_switches_that_were_chosen_and_leaves_without_a_trace(run: Run, gpu: str) -> None:
     before = products()
     groups.initialize(run)
-    assert products() == (gpu, "ieee")
+    assert products() == (gpu, "ieee") and torch.are_deterministic_algorithms_enabled() is (run is DETERMINISTIC)
     assert all(value == wanted for _, value, wanted in numerics.states())
     if gpu == "tf32":  # a choice that is lost is noticed
         torch.set_float32_matmul_precision("highest")
         assert [value for _, value, wanted in numerics.states() if value != wanted] == [("ieee", "ieee")]
     groups.destroy()
-    assert products() == before
+    assert products() == before and not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,7 +1,5 @@
 """Storages that go to host memory and come back: their bytes, the host memory, and which copy waits for which."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 

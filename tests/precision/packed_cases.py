@@ -1,7 +1,5 @@
 """Packed optimizer state of random numbers, for tests of what updates it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """An fp32 island keeps its bits under every cast, computes in fp32, and speaks the dtype of the model around it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections import namedtuple
@@ -19,12 +17,7 @@ from megatron_moe.model.cross_entropy import linear_cross_entropy
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.platform.numerics import without_autocast
-from megatron_moe.precision.contract import (
-    Emits,
-    PrecisionError,
-    declared_fp32_state,
-    make_island,
-)
+from megatron_moe.precision.contract import Emits, PrecisionError, declared_fp32_state, make_island
 from tests.helpers.routers import config
 from tests.helpers.stepped_trainer import SMALL, TINY
 from tests.precision import test_fp32_state

@@ -1,7 +1,5 @@
 """A tensor of the wrong dtype is told by name, with where it changed or who produced it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

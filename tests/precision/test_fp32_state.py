@@ -1,7 +1,5 @@
 """Declared fp32 state keeps dtype and bits under everything that casts, moves, copies or loads a module."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

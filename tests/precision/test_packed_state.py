@@ -1,7 +1,5 @@
 """State in fewer bytes than fp32: exact where it has to be, unbiased where it is rounded, finite only where it is."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

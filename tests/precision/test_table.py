@@ -1,7 +1,5 @@
 """The printed contract is what a training step really does."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -3,8 +3,6 @@
 Messages are JSON objects that end with a zero byte (--remote-debugging-pipe: it reads descriptor 3 and writes 4).
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -4,8 +4,6 @@ The run goes through the reporter that training uses: 12 layers of 64 experts, a
 skipped, and experts of one layer that die.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import sys

@@ -1,7 +1,5 @@
 """The step that the tests of the reports change and report, and what reports it."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A health measurement as plain values: there and back through JSON, into TensorBoard, and in a log line."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json
@@ -58,7 +56,7 @@ STEP = steps.STEP.replace(
 )
 
 
-def test_load_is_described_as_computed_by_hand() -> None:
+def test_load_is_described_as_computed_by_hand():
     load = load_health([3, 0, 5, 0])
     assert load is not None
     entropy = -(3 / 8 * math.log(3 / 8) + 5 / 8 * math.log(5 / 8))
@@ -72,8 +70,8 @@ def test_load_is_described_as_computed_by_hand() -> None:
 
 
 def test_a_step_with_health_comes_back_equal_from_metrics_jsonl_and_the_report_has_every_figure_that_it_charts(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     sink = JsonlSink(tmp_path / "metrics.jsonl", 0)
     unknown = replace(LAYER, load=None, margin_mean=None, margin_p5=None, max_logit=None)
     odd = replace(HEALTH, dense_grad_norm=None, layers={5: unknown})
@@ -97,7 +95,7 @@ def test_a_step_with_health_comes_back_equal_from_metrics_jsonl_and_the_report_h
     assert step_from_json(line) == STEP.replace(health=None)
 
 
-def test_tensorboard_gets_every_figure_of_the_job_and_of_each_layer(tmp_path: Path) -> None:
+def test_tensorboard_gets_every_figure_of_the_job_and_of_each_layer(tmp_path):
     from megatron_moe.report.sink import TensorBoardSink
 
     sink = TensorBoardSink(tmp_path, 0)
@@ -117,7 +115,7 @@ def log_line(health: Health | None) -> str:
     return stream.getvalue()
 
 
-def test_a_log_line_shows_health_of_the_worst_layers_at_a_glance_and_stays_one_line() -> None:
+def test_a_log_line_shows_health_of_the_worst_layers_at_a_glance_and_stays_one_line():
     worst = HEALTH.worst
     assert worst["max_violation"] == 1.5 and worst["effective_experts"] < 2 and worst["dead_experts"] == 2
     line, without = log_line(HEALTH), log_line(None)

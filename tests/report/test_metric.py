@@ -1,7 +1,5 @@
 """A metric is registered once: what is refused, what is shown, and what the page says of those of every run."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The page of a run in a real browser, and its data without one: what it says is what the metrics say."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -62,7 +60,7 @@ FINISHED = {"attempts": [{"attempt": 1, "start_iteration": 0, "ending": "finishe
 # ---- its data
 
 
-def test_a_peak_of_one_step_stays_however_long_the_run_is() -> None:
+def test_a_peak_of_one_step_stays_however_long_the_run_is():
     series = Series(10)
     for iteration in range(1, 1001):
         series.add(iteration, {"loss": 9.0 if iteration == 437 else 1.0})
@@ -72,7 +70,7 @@ def test_a_peak_of_one_step_stays_however_long_the_run_is() -> None:
     assert sum(mean * series.width for mean in means[:-1]) + means[-1] * (1000 % series.width) == pytest.approx(1008)
 
 
-def test_torn_odd_and_repeated_lines_are_read_for_what_they_are(tmp_path: Path) -> None:
+def test_torn_odd_and_repeated_lines_are_read_for_what_they_are(tmp_path):
     abandoned = [line(1), line(2), line(3, loss=None), line(4, loss=None, skipped=True)]
     run = write(tmp_path / "run", [*abandoned, line(2, loss=6.0), line(3, loss=7.0), line(4), line(5)])
     with open(run / "metrics.jsonl", "a") as file:
@@ -98,14 +96,14 @@ def test_torn_odd_and_repeated_lines_are_read_for_what_they_are(tmp_path: Path) 
         (2001, {}, "killed"),  # it has been silent for long
     ],
 )
-def test_the_status_says_how_a_run_ended(tmp_path: Path, year: int, ending: dict[str, str], state: str) -> None:
+def test_the_status_says_how_a_run_ended(tmp_path, year, ending, state):
     lines = [line(1, time=f"{year}-01-01T00:00:00.000+00:00")]
     run = write(tmp_path / "run", lines, attempts=[{"attempt": 1, **ending}])
     os.utime(run / "metrics.jsonl", (1e9, 1e9))
     assert made(run)["runs"][0]["status"]["state"] == state
 
 
-def test_runs_of_every_shape_have_a_page(tmp_path: Path) -> None:
+def test_runs_of_every_shape_have_a_page(tmp_path):
     dense = write(tmp_path / "a" / "run", [line(1, tokens_per_expert={}, expert_load=None)])
     one_layer = write(tmp_path / "b" / "run", [line(1, tokens_per_expert={"1": [3, 0, 9]})])
     empty = write(tmp_path / "c" / "run", [])
@@ -128,16 +126,14 @@ def test_runs_of_every_shape_have_a_page(tmp_path: Path) -> None:
         (range(100, 300), 2000, False, "bad"),
     ],
 )
-def test_steps_that_fp16_skips_at_first_are_told_from_those_of_a_fault(
-    tmp_path: Path, skipped: range, steps: int, fp16: bool, level: str
-) -> None:
+def test_steps_that_fp16_skips_at_first_are_told_from_those_of_a_fault(tmp_path, skipped, steps, fp16, level):
     lines = [line(n, tokens_per_expert={}, skipped=n in skipped, grad_norm=None) for n in range(1, steps + 1)]
     (run,) = made(write(tmp_path / "run", lines, **FINISHED, all_flags={"fp16": fp16}))["runs"]
     (finding,) = [one for one in run["findings"] if "skipped" in one["text"]]
     assert (finding["level"], f"{len(skipped):,} step" in finding["text"]) == (level, True)
 
 
-def test_the_last_fault_is_among_the_findings(tmp_path: Path) -> None:
+def test_the_last_fault_is_among_the_findings(tmp_path):
     run = write(tmp_path / "run", [line(1)], attempts=[{"attempt": 1, "ending": "failed: NaN"}])
     events = [{"iteration": 1, "kind": kind, "text": kind + text} for kind in ("fault", "message") for text in "ab"]
     (run / "metrics.events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -146,7 +142,7 @@ def test_the_last_fault_is_among_the_findings(tmp_path: Path) -> None:
     assert any("2 faults" in finding["text"] and "faultb" in finding["text"] for finding in findings)
 
 
-def test_an_expert_that_died_lately_is_dead_although_it_got_tokens_before(tmp_path: Path) -> None:
+def test_an_expert_that_died_lately_is_dead_although_it_got_tokens_before(tmp_path):
     lines = [line(n, tokens_per_expert={"3": [5, 5], "4": [0 if n > 10 else 9, 6]}) for n in range(1, 31)]
     (run,) = made(write(tmp_path / "run", lines))["runs"]
     assert run["experts"]["dead"] == [[1, 0]]
@@ -174,9 +170,7 @@ def record(iteration: int) -> StepRecord:
     return steps.STEP.replace(iteration=iteration, tokens_per_expert={3: [1, 2]})
 
 
-def test_a_run_writes_its_page_at_its_start_every_30_seconds_and_when_its_ending_is_known(
-    tmp_path: Path, clock: Any
-) -> None:
+def test_a_run_writes_its_page_at_its_start_every_30_seconds_and_when_its_ending_is_known(tmp_path, clock):
     page = tmp_path / "new" / "page.html"
     with reporter(tmp_path, page) as running:
         running.start({"device": "cpu"})
@@ -192,7 +186,7 @@ def test_a_run_writes_its_page_at_its_start_every_30_seconds_and_when_its_ending
     assert data_of(page)["every"] == 30 and last["events"][-1]["kind"] == "end"
 
 
-def test_a_page_that_took_long_is_written_more_rarely(tmp_path: Path, clock: Any, monkeypatch: Any) -> None:
+def test_a_page_that_took_long_is_written_more_rarely(tmp_path, clock, monkeypatch):
     pages = []
 
     def slow(*given: Any, every: float) -> None:
@@ -208,7 +202,7 @@ def test_a_page_that_took_long_is_written_more_rarely(tmp_path: Path, clock: Any
     assert pages == [30.0, 100.0, 100.0]
 
 
-def test_what_a_page_has_read_once_it_does_not_read_again(tmp_path: Path, clock: SimpleNamespace) -> None:
+def test_what_a_page_has_read_once_it_does_not_read_again(tmp_path, clock):
     page, metrics = tmp_path / "page.html", tmp_path / "metrics.jsonl"
     running = reporter(tmp_path, page)
     for iteration in (1, 2):
@@ -223,9 +217,7 @@ def test_what_a_page_has_read_once_it_does_not_read_again(tmp_path: Path, clock:
     assert not any("could not be read" in finding["text"] for finding in run["findings"])
 
 
-def test_after_a_restart_the_steps_before_it_are_read_a_second_at_a_time(
-    tmp_path: Path, clock: Any, monkeypatch: Any
-) -> None:
+def test_after_a_restart_the_steps_before_it_are_read_a_second_at_a_time(tmp_path, clock, monkeypatch):
     def slowly() -> float:
         clock.now += 0.4  # of each look at the clock, of which a step takes one
         return clock.now
@@ -242,7 +234,7 @@ def test_after_a_restart_the_steps_before_it_are_read_a_second_at_a_time(
         clock.now += 31.0
 
 
-def test_a_page_that_cannot_be_written_is_one_warning_and_the_run_goes_on(tmp_path: Path, clock: Any) -> None:
+def test_a_page_that_cannot_be_written_is_one_warning_and_the_run_goes_on(tmp_path, clock):
     (tmp_path / "taken" / "folder").mkdir(parents=True)
     with reporter(tmp_path, tmp_path / "taken") as running:
         running.start({})
@@ -298,7 +290,7 @@ def put_cursor(browser: chromium.Page, chart: str, x: float, y: float) -> tuple[
     return left, top
 
 
-def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path) -> None:
+def test_the_page_is_what_the_metrics_say(browser, tmp_path):
     lines = [line(iteration) for iteration in range(1, 61)]
     one = write(tmp_path / "one" / "run", lines, **FINISHED)
     two = write(tmp_path / "two" / "run", [line(iteration, loss=9.0) for iteration in range(1, 31)], **FINISHED)
@@ -349,9 +341,7 @@ def test_the_page_is_what_the_metrics_say(browser: chromium.Page, tmp_path: Path
 
 
 @pytest.mark.test_all(instead="tests/report/test_page.py::test_the_page_is_what_the_metrics_say")
-def test_a_page_reloads_itself_while_the_run_goes_on_and_keeps_what_was_chosen(
-    browser: chromium.Page, tmp_path: Path
-) -> None:
+def test_a_page_reloads_itself_while_the_run_goes_on_and_keeps_what_was_chosen(browser, tmp_path):
     run = write(tmp_path / "run", [line(1), line(2)], attempts=[{"attempt": 1}])
     page, state = run / "page.html", RunState(run / "metrics.jsonl")
     state.update()
@@ -375,9 +365,7 @@ def test_a_page_reloads_itself_while_the_run_goes_on_and_keeps_what_was_chosen(
 
 
 @pytest.mark.test_all(instead="tests/report/test_page.py::test_the_page_is_what_the_metrics_say")
-def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight(
-    browser: chromium.Page, tmp_path: Path
-) -> None:
+def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight(browser, tmp_path):
     run = page_cost.write_run(tmp_path, 2000, 58, 256, every=7).parent  # as many bins as there can be
     made(run)
     assert (run / "page.html").stat().st_size < 2_500_000, "half of the bound: other metrics need room, too"
@@ -393,7 +381,7 @@ def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight
 
 
 @pytest.mark.test_all(instead="tests/report/test_page.py::test_the_page_is_what_the_metrics_say")
-def test_the_pictures_of_the_docs_are_made_from_a_run_and_small(browser: chromium.Page, tmp_path: Path) -> None:
+def test_the_pictures_of_the_docs_are_made_from_a_run_and_small(browser, tmp_path):
     page_pictures.draw(tmp_path, upto=40)
     for name in ("report.png", "panel.png"):
         for picture in (tmp_path / name, page_pictures.DOCS / name):

@@ -1,7 +1,5 @@
 """The spans over which the plot averages the loads of experts: bounded, equal, and of every row."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

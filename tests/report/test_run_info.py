@@ -1,7 +1,5 @@
 """What is kept about a run: its id, attempts and endings, its events, and the page that documents the keys."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

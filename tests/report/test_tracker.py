@@ -1,7 +1,5 @@
 """Weights & Biases and MLflow get the run, once, over restarts, and whatever they do the run goes on."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -44,10 +42,7 @@ def started(folder: Path) -> Reporter:
     return running
 
 
-# ---- Weights & Biases, by a stand-in
-
-
-def test_a_restart_goes_on_in_the_same_run_of_wandb_and_repeats_what_differs_alone(server: Path, tmp_path: Path):
+def test_a_restart_goes_on_in_the_same_run_of_wandb_and_repeats_what_differs_alone(server, tmp_path):
     run = of_wandb(tmp_path, wandb_entity="team", wandb_exp_name="first")
     assert "https://wandb.invalid/run" in report(run, 0, 5)
     first = state(server)
@@ -67,7 +62,7 @@ def test_a_restart_goes_on_in_the_same_run_of_wandb_and_repeats_what_differs_alo
     assert written == [(i, 1, 9.0 - i) for i in range(1, 6)] + [(5, 2, 4.5), (6, 2, 3.5)]
 
 
-def test_wandb_gets_megatrons_tags_and_the_steps_of_the_interval(server: Path, tmp_path: Path):
+def test_wandb_gets_megatrons_tags_and_the_steps_of_the_interval(server, tmp_path):
     run = of_wandb(
         tmp_path, tensorboard_names="megatron", tensorboard_log_interval=2, log_validation_ppl_to_tensorboard=True
     )
@@ -77,7 +72,7 @@ def test_wandb_gets_megatrons_tags_and_the_steps_of_the_interval(server: Path, t
     assert rows[5]["lm loss validation"] == 3.0 and rows[5]["lm loss validation ppl"] == pytest.approx(math.exp(3.0))
 
 
-def test_a_fault_is_an_alert(server: Path, tmp_path: Path):
+def test_a_fault_is_an_alert(server, tmp_path):
     with pytest.raises(RunFault), started(tmp_path) as running:
         running.step(step(1, 3.0))
         raise RunFault("iteration 2: a NaN")
@@ -88,7 +83,7 @@ def test_a_fault_is_an_alert(server: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("says", [True, False])
-def test_the_last_steps_of_a_killed_run_arrive(server: Path, tmp_path: Path, says: bool):
+def test_the_last_steps_of_a_killed_run_arrive(server, tmp_path, says):
     child = os.fork()
     if child == 0:
         running = started(tmp_path)
@@ -112,7 +107,7 @@ def await_file(path: Path) -> None:
     raise AssertionError(f"{path}: nothing has written it")
 
 
-def test_a_signal_for_the_training_does_not_end_the_process_that_hands_it_over(server: Path, tmp_path: Path):
+def test_a_signal_for_the_training_does_not_end_the_process_that_hands_it_over(server, tmp_path):
     with started(tmp_path) as running:
         pid = Path(f"{server}.pid")
         await_file(pid)
@@ -125,7 +120,7 @@ def test_a_signal_for_the_training_does_not_end_the_process_that_hands_it_over(s
     assert (found["summary"]["ending"], found["exit_code"], found["preempting"]) == ("stopped by SIGTERM", 1, True)
 
 
-def test_a_process_that_the_trainer_has_forked_does_not_hold_up_the_end(server: Path, tmp_path: Path):
+def test_a_process_that_the_trainer_has_forked_does_not_hold_up_the_end(server, tmp_path):
     with started(tmp_path) as running:
         running.step(step(1, 3.0))
         worker = os.fork()  # with the pipe, as a worker of the data has it
@@ -143,9 +138,7 @@ def test_a_process_that_the_trainer_has_forked_does_not_hold_up_the_end(server: 
     ("misbehaves", "says"),
     [("raises", "no room for key"), ("hangs", "had not taken"), ("dies", "its process has ended")],
 )
-def test_whatever_wandb_does_the_run_goes_on_with_one_warning(
-    server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, misbehaves: str, says: str
-):
+def test_whatever_wandb_does_the_run_goes_on_with_one_warning(server, tmp_path, monkeypatch, misbehaves, says):
     pid = Path(f"{server}.pid")
     monkeypatch.setenv("WANDB_STAND_IN", misbehaves)
     if misbehaves == "hangs":
@@ -163,9 +156,7 @@ def test_whatever_wandb_does_the_run_goes_on_with_one_warning(
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
-def test_values_that_nobody_takes_are_dropped_before_they_fill_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_values_that_nobody_takes_are_dropped_before_they_fill_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(tracker, "MOST_BYTES", 2**20)
     pid, deaf = tmp_path / "pid", tmp_path / "deaf"
     deaf.write_text(f"#!/bin/sh\necho $$ > {pid}.new && mv {pid}.new {pid}\nexec sleep 600\n")
@@ -182,7 +173,7 @@ def test_values_that_nobody_takes_are_dropped_before_they_fill_the_memory(
     assert "MiB" in warning and events(tmp_path, "end") == ["finished"]
 
 
-def test_a_run_whose_server_is_away_is_recorded_offline(server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_whose_server_is_away_is_recorded_offline(server, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_STAND_IN", "away")
     report(of_wandb(tmp_path), 0, 2)
     (warning,) = events(tmp_path, "warning")
@@ -190,14 +181,11 @@ def test_a_run_whose_server_is_away_is_recorded_offline(server: Path, tmp_path: 
     assert state(server)["mode"] == "offline" and list(wandb_stand_in.rows(server)) == [1, 2]
 
 
-def test_a_process_that_cannot_be_started_is_one_warning(server: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_cannot_be_started_is_one_warning(server, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
     report(of_wandb(tmp_path), 0, 2)
     (warning,) = events(tmp_path, "warning")
     assert "W&B" in warning and "gone" in warning
-
-
-# ---- what is refused
 
 
 @pytest.mark.parametrize(
@@ -209,9 +197,7 @@ def test_a_process_that_cannot_be_started_is_one_warning(server: Path, tmp_path:
         ("--mlflow-experiment e --mlflow-tracking-uri sqlite:///x.db", "sqlalchemy", ["sqlalchemy", "file:"]),
     ],
 )
-def test_what_a_sink_lacks_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, missing: str, says: list[str]
-):
+def test_what_a_sink_lacks_is_refused(monkeypatch, tmp_path, flags, missing, says):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for module in ("wandb", "mlflow"):
         spec = types.SimpleNamespace(origin="somewhere")

@@ -1,7 +1,5 @@
 """The packages of W&B and MLflow: what they keep of a run on this machine, and a server that fails for a while."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -16,8 +14,6 @@ import pytest
 
 from megatron_moe.report import tracker
 from tests.report.tracked_runs import SECRET, about, events, of_wandb, patience, report, run_of  # noqa: F401 (autouse)
-
-# ---- MLflow whose server fails for a while
 
 
 class Away:
@@ -118,9 +114,6 @@ def test_a_server_that_fails_is_tried_again_for_a_while(monkeypatch: pytest.Monk
     with pytest.raises(ConnectionError) if failures == 99 else nullcontext():
         tracker._patiently(act, lambda *words: said.append(words), threading.Event())
     assert len(calls) == 4 and len(said) == 1
-
-
-# ---- the packages themselves
 
 
 @pytest.mark.test_all(

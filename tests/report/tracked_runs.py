@@ -1,7 +1,5 @@
 """Runs that are reported to W&B or MLflow, without training."""
 
-from __future__ import annotations
-
 import io
 import json
 import time

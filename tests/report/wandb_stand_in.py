@@ -4,8 +4,6 @@
 step, and what is logged at a step below that is dropped. WANDB_STAND_IN says how it misbehaves.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ pytest does not descend into this folder by itself; the same functions run with 
     make soak ARGS="tests/soak/test_kills.py --soak-scale 0.05"
 """
 
-from __future__ import annotations
-
 import json
 import math
 import platform

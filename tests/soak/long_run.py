@@ -5,8 +5,6 @@ median of the slopes of all pairs: a few samples that lie far out, of a save or 
 move it, and a growth that is there all the time does.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import statistics

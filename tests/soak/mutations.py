@@ -4,7 +4,6 @@ A mutation is named by file, function and operator, and quotes no source: `moe/r
 the first `+`, `-`, `*` or `/` of that function. `mutations.yaml` lists mutations with the test that notices each.
 
     python -m tests.soak.mutations sites moe/routing.py           # the mutations of a file
-    python -m tests.soak.mutations draw 120 --seed 1              # mutations at random, of the files in DRAWN_FROM
     python -m tests.soak.mutations judge "moe/routing.py choice_scores arithmetic 0" tests/moe
 """
 
@@ -14,7 +13,6 @@ import argparse
 import ast
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -31,15 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "megatron_moe"
 SECONDS = 900
 """After which a run of tests counts as having noticed: a mutation may make a loop endless."""
-
-DRAWN_FROM = {
-    "moe": ["moe/*.py"],
-    "training": ["training/step.py", "training/finalize_model_grads.py", "optim/optimizer.py", "optim/muon.py"],
-    "precision": ["precision/*.py"],
-    "checkpoint": [f"checkpoint/{name}.py" for name in ("save", "load", "optimizer")],
-    "hf": ["hf/mapping.py", "hf/transforms.py"],
-    "data": ["data/datasets.py", "data/batches.py"],
-}
 
 _COMPARE: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -234,17 +223,6 @@ def place(mutation: Mutation, root: Path = ROOT) -> Site:
     raise KeyError(f"{mutation}: there is no such place; see python -m tests.soak.mutations sites {mutation.file}")
 
 
-def draw(count: int, seed: int, root: Path = ROOT) -> list[Mutation]:
-    """Return `count` mutations at random, as many of each room of DRAWN_FROM."""
-    chance, drawn = random.Random(seed), []
-    for room, patterns in DRAWN_FROM.items():
-        files = sorted({path for pattern in patterns for path in (root / PACKAGE).glob(pattern)})
-        every = [site.mutation for path in files for site in sites(str(path.relative_to(root / PACKAGE)), root)]
-        share = count // len(DRAWN_FROM) + (list(DRAWN_FROM).index(room) < count % len(DRAWN_FROM))
-        drawn += sorted(chance.sample(every, share))
-    return drawn
-
-
 def copied(folder: Path, root: Path = ROOT) -> Path:
     """Copy what tests need into `folder` and return it."""
     listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True)
@@ -313,13 +291,10 @@ LISTED, UNNOTICED = _listed()
 
 
 def main() -> None:
-    """Print the mutations of a file, draw some, or judge one."""
+    """Print the mutations of a file, or judge one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("sites").add_argument("file")
-    drawing = commands.add_parser("draw")
-    drawing.add_argument("count", type=int)
-    drawing.add_argument("--seed", type=int, default=1)
     judging = commands.add_parser("judge")
     judging.add_argument("mutation")
     judging.add_argument("tests", nargs="+")
@@ -327,8 +302,6 @@ def main() -> None:
     if given.command == "sites":
         for site in sites(given.file):
             print(f"{site.mutation}\tline {site.line}: {site.text}")
-    elif given.command == "draw":
-        print("\n".join(map(str, draw(given.count, given.seed))))
     else:
         with tempfile.TemporaryDirectory() as scratch:
             folder = copied(Path(scratch))

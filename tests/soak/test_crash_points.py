@@ -1,7 +1,5 @@
 """R2 and R3: every crash point of one save, every refusal of one, and disks that hold k twentieths of a step."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess
@@ -10,18 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.crash_points import (
-    CALLS,
-    REFUSED,
-    Fault,
-    Trials,
-    content,
-    strace_is_missing,
-    trial,
-    what_is_wrong,
-)
+from tests.checkpoint import crash_points
 from tests.helpers.ranks import RankParent
-from tests.soak.conftest import Figure, Scaled
 
 MODES = {
     "first save": (2, {}),
@@ -34,21 +22,21 @@ FILE_LIMITS = (0, 1000, 20_000, 100_000, 200_000)
 
 
 @pytest.fixture(scope="module")
-def trials(rank_parent: RankParent) -> Iterator[Trials]:
-    with Trials(rank_parent) as trials:
+def trials(rank_parent: RankParent) -> Iterator[crash_points.Trials]:
+    with crash_points.Trials(rank_parent) as trials:
         yield trials
 
 
 @pytest.fixture(scope="module")
-def reference(trials: Trials, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def reference(trials: crash_points.Trials, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What an undisturbed run leaves."""
     root = tmp_path_factory.mktemp("reference")
     assert trials.run({"save": str(root)}) == 0, trials.output()
-    return content(root, 6)
+    return crash_points.content(root, 6)
 
 
 FAULTS = {
-    "signal=KILL": ("R2 crash points", CALLS, MODES),
+    "signal=KILL": ("R2 crash points", crash_points.CALLS, MODES),
     "error=EIO": ("R3 refused calls", ("fsync", "rename", "mkdir"), list(MODES)[2:]),
     "error=ENOSPC": ("R3 refused calls", ("mkdir", "rename"), list(MODES)[2:]),
 }
@@ -56,19 +44,19 @@ FAULTS = {
 
 @pytest.mark.parametrize(("what", "mode"), [(what, mode) for what, (*_, modes) in FAULTS.items() for mode in modes])
 def test_after_a_crash_or_a_refusal_at_any_point_of_a_save_a_whole_step_loads(
-    trials: Trials, reference: dict[str, str], tmp_path: Path, what: str, mode: str, scaled: Scaled, figure: Figure
-) -> None:
-    if reason := strace_is_missing():
+    trials, reference, tmp_path, what, mode, scaled, figure
+):
+    if reason := crash_points.strace_is_missing():
         pytest.skip(reason)
     (name, calls, _), (stop_at, flags) = FAULTS[what], MODES[mode]
     there = trials.calls({**flags, "save": str(tmp_path / "counted")}, stop_at)
-    points = [Fault(call, number + 1, what) for call in calls for number in range(there.get(call, 0))]
+    points = [crash_points.Fault(call, number + 1, what) for call in calls for number in range(there.get(call, 0))]
     chosen = points[:: max(1, len(points) // scaled(len(points)))]
     wrong = []
     for point in chosen:
         folder = tmp_path / f"{point.call}{point.number}"
-        wrong += trial(trials, folder, flags, stop_at, point)
-        if content(folder, 6) != reference:
+        wrong += crash_points.trial(trials, folder, flags, stop_at, point)
+        if crash_points.content(folder, 6) != reference:
             wrong.append(f"{point}: what was trained afterwards is not what an undisturbed run trains")
         shutil.rmtree(folder)
     figure(name, mode=mode, fault=what, trials=len(chosen), failures=len(wrong))
@@ -89,9 +77,7 @@ def disk(folder: Path, kilobytes: int) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_on_a_disk_of_any_size_a_step_is_whole_or_refused_with_the_numbers(
-    trials: Trials, tmp_path: Path, background: bool, figure: Figure
-) -> None:
+def test_on_a_disk_of_any_size_a_step_is_whole_or_refused_with_the_numbers(trials, tmp_path, background, figure):
     measured = tmp_path / "measured"
     assert trials.run({"save": str(measured), "train_iters": 2}) == 0
     step = sum(path.stat().st_size for path in measured.rglob("*") if path.is_file()) // 1024
@@ -101,9 +87,9 @@ def test_on_a_disk_of_any_size_a_step_is_whole_or_refused_with_the_numbers(
         with disk(tmp_path / f"disk{level}", step + 120 + step * level // 20) as root:
             flags = {"save": str(root / "c"), "async_save": background, "train_iters": 4}
             status = trials.run(flags)
-            wrong = what_is_wrong(root / "c", 2 if status else 4)
+            wrong = crash_points.what_is_wrong(root / "c", 2 if status else 4)
             said = trials.output()
-            if status == REFUSED:
+            if status == crash_points.REFUSED:
                 refused += 1
                 if "the step takes" not in said or "are free at" not in said:
                     wrong.append("the message does not say what is needed and free")
@@ -115,9 +101,7 @@ def test_on_a_disk_of_any_size_a_step_is_whole_or_refused_with_the_numbers(
 
 
 @pytest.mark.parametrize("limit", FILE_LIMITS)
-def test_a_limit_on_the_size_of_files_refuses_the_step_and_leaves_the_one_before(
-    trials: Trials, tmp_path: Path, limit: int
-) -> None:
+def test_a_limit_on_the_size_of_files_refuses_the_step_and_leaves_the_one_before(trials, tmp_path, limit):
     root = tmp_path / "c"
-    assert trials.run({"save": str(root)}, stop_at=4, file_limit=limit) == REFUSED, trials.output()
-    assert what_is_wrong(root, 2) == [] and "File too large" in trials.output()
+    assert trials.run({"save": str(root)}, stop_at=4, file_limit=limit) == crash_points.REFUSED, trials.output()
+    assert crash_points.what_is_wrong(root, 2) == [] and "File too large" in trials.output()

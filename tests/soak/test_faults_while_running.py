@@ -1,20 +1,15 @@
 """R7 to R11 with their numbers: faults of numbers, replicas and ranks in real runs, and signals at random times."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers import kills
-from tests.helpers.launchers import Forked
 from tests.helpers.ranks import RankParent
 from tests.helpers.stepped_trainer import EP2, PP2, TP2
 from tests.launch import broken_jobs
-from tests.soak.conftest import Figure, Scaled
 from tests.training import fault_cases, replica_cases
 from tests.training.test_faults_ranks import KINDS, check
 
@@ -27,14 +22,9 @@ def breaking(request: pytest.FixtureRequest, rank_parent: RankParent) -> broken_
     return broken_jobs.Breaking(rank_parent, agent=request.param == "agent")
 
 
-# ---- R7
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("name", "flags"), [("EP2", EP2), ("TP2", TP2), ("PP2", PP2)])
-def test_numbers_that_are_not_finite(
-    gloo: Any, figure: Figure, name: str, flags: dict[str, Any], precision: str
-) -> None:
+def test_numbers_that_are_not_finite(gloo, figure, name, flags, precision):
     faults = [(site, value, ranks) for site in fault_cases.SITES for value in KINDS for ranks in ("one", "all")]
     more: dict[str, Any] = {} if precision == "fp32" else {precision: True}
     if precision == "fp16":  # at its floor a scale has nowhere to fall, so that nothing is an overflow
@@ -56,9 +46,6 @@ def sound(fault: tuple[str, str, str], results: list[dict[str, Any]]) -> bool:
     return True
 
 
-# ---- R8
-
-
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
@@ -69,7 +56,7 @@ def sound(fault: tuple[str, str, str], results: list[dict[str, Any]]) -> bool:
     ],
     ids=["EP2", "TP2", "DP2", "TP2xEP2"],
 )
-def test_flipped_bits_in_replicas(gloo: Any, scaled: Scaled, figure: Figure, ranks: int, flags: dict[str, Any]) -> None:
+def test_flipped_bits_in_replicas(gloo, scaled, figure, ranks, flags):
     trials = scaled(50)
     outcomes = gloo.run_within(1800, ranks, replica_cases.flipped_bits, flags=flags, trials=trials)
     missed = [miss for outcome in outcomes for miss in outcome["missed"]]
@@ -78,15 +65,12 @@ def test_flipped_bits_in_replicas(gloo: Any, scaled: Scaled, figure: Figure, ran
     assert missed == [] and alarms == []
 
 
-def test_sound_replicas_raise_no_alarm(gloo: Any, scaled: Scaled, figure: Figure) -> None:
+def test_sound_replicas_raise_no_alarm(gloo, scaled, figure):
     steps = scaled(10_000)
     flags = {"expert_model_parallel_size": 2, "bf16": True, "num_layers": 2, "seq_length": 8, "hidden_size": 32}
     done = gloo.run_within(4 * 3600, 2, replica_cases.clean_steps, flags=flags, steps=steps)
     figure("R8 clean steps", trials=steps, failures=steps - min(done))
     assert done == [steps, steps]
-
-
-# ---- R9, R10
 
 
 DEATHS = list(itertools.product(range(4), broken_jobs.PHASES, broken_jobs.DEATHS))
@@ -95,9 +79,7 @@ HANGS = [(r, phase, kind) for (r, kind), phase in zip(itertools.product(range(4)
 
 
 @pytest.mark.parametrize(("name", "places", "limit"), [("R9", DEATHS, 60.0), ("R10", HANGS, TIMEOUT + 35)])
-def test_ranks_that_die_or_hang(
-    breaking: Any, tmp_path: Path, scaled: Scaled, figure: Figure, request: Any, name: str, places: Any, limit: float
-) -> None:
+def test_ranks_that_die_or_hang(breaking, tmp_path, scaled, figure, request, name, places, limit):
     """One job for each fault, and its continuation."""
     world_size, flags = kills.LAYOUTS["TP2xEP2"]
     argv, saving = kills.flags(8, *flags, eval_interval=4), ["--save-interval", "2"]
@@ -117,10 +99,7 @@ def test_ranks_that_die_or_hang(
     assert found == []
 
 
-# ---- R11
-
-
-def test_signals_at_random_times(forked: Forked, tmp_path: Path, scaled: Scaled, figure: Figure) -> None:
+def test_signals_at_random_times(forked, tmp_path, scaled, figure):
     world_size, flags = kills.LAYOUTS["EP2"]
     trials, argv = scaled(100), kills.flags(30, *flags, "--exit-signal-handler")
     result = broken_jobs.signalled_jobs(forked, tmp_path, argv, world_size, random.Random(12), trials)

@@ -1,7 +1,5 @@
 """Imported models against transformers at every layout of the suite, with many more seeds."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers import tiny_models

@@ -1,15 +1,12 @@
 """R1 and R13 with their numbers: 280 kills in seven layouts, sync and async, 40 under torchrun, 100 with retention."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import kills
-from tests.helpers.launchers import Forked, Launcher, Torchrun
-from tests.soak.conftest import Figure, Scaled
+from tests.helpers.launchers import Launcher, Torchrun
 
 ITERATIONS = 30
 INTERVAL = 3
@@ -59,9 +56,7 @@ def killed_until(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", kills.LAYOUTS)
-def test_kills_of_all_ranks_or_of_one(
-    forked: Forked, tmp_path: Path, scaled: Scaled, figure: Figure, layout: str, way: str
-) -> None:
+def test_kills_of_all_ranks_or_of_one(forked, tmp_path, scaled, figure, layout, way):
     saving, most_lost = WAYS[way]
     result = killed_until(forked, tmp_path / "jobs", layout, saving, scaled(20), most_lost)
     figure("R1", **result, saving=way, launcher="forked")
@@ -69,7 +64,7 @@ def test_kills_of_all_ranks_or_of_one(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_kills_under_torchrun(tmp_path: Path, scaled: Scaled, figure: Figure, way: str) -> None:
+def test_kills_under_torchrun(tmp_path, scaled, figure, way):
     saving, most_lost = WAYS[way]
     # Most of a short job's time is the start of its ranks: a longer one, killed until its end.
     result = killed_until(Torchrun(), tmp_path / "jobs", "EP2", saving, scaled(20), most_lost, 120, 0.95)
@@ -79,9 +74,7 @@ def test_kills_under_torchrun(tmp_path: Path, scaled: Scaled, figure: Figure, wa
 
 @pytest.mark.parametrize("keep", ["1", "2"])
 @pytest.mark.parametrize("way", WAYS)
-def test_retention_under_kills(
-    forked: Forked, tmp_path: Path, scaled: Scaled, figure: Figure, way: str, keep: str
-) -> None:
+def test_retention_under_kills(forked, tmp_path, scaled, figure, way, keep):
     saving, most_lost = WAYS[way]
     saving = ["--keep-last-k", keep, "--save-retain-interval", "9", *saving]
     result = killed_until(forked, tmp_path / "jobs", "DP2", saving, scaled(25), most_lost)

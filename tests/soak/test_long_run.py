@@ -4,8 +4,6 @@
 background with retention, metrics, TensorBoard, health, the picture. `tests/soak/long_run.py` judges.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import statistics

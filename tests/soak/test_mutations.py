@@ -1,7 +1,5 @@
 """Each mutation of mutations.yaml is noticed by the test, or the doctor's layouts, that the list names."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """R5, R6 and R12 at full size: every pair of layouts, data-parallel sizes, fifty incarnations."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path
@@ -11,7 +9,6 @@ import pytest
 
 from tests.checkpoint import reshard_cases as cases
 from tests.helpers.errors import largest
-from tests.soak.conftest import Figure, Scaled
 
 Flags = dict[str, Any]
 Layout = tuple[int, Flags]
@@ -34,7 +31,7 @@ def begin(gloo: Any, place: Path, flags: Flags, layout: Layout) -> Flags:
 
 
 @pytest.mark.parametrize("mode", cases.MODES)
-def test_every_pair_of_layouts(gloo: Any, tmp_path: Path, mode: str, scaled: Scaled, figure: Figure) -> None:
+def test_every_pair_of_layouts(gloo, tmp_path, mode, scaled, figure):
     flags = {**cases.MODES[mode], "data_path": (cases.corpus(tmp_path),)}
     chosen = random.Random(5).sample(PAIRS, scaled(len(PAIRS)))
     wrong, sources, furthest = [], {}, 0.0
@@ -78,9 +75,7 @@ OTHERS: dict[str, tuple[Flags, Layout, Layout]] = {
 @pytest.mark.parametrize("optimizers", ["whole", "distributed", "distributed to whole"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_axes_models_and_optimizers(
-    gloo: Any, tmp_path: Path, name: str, dtype: str, optimizers: str, figure: Figure
-) -> None:
+def test_other_axes_models_and_optimizers(gloo, tmp_path, name, dtype, optimizers, figure):
     model, first, second = OTHERS[name]
     flags = {**model, "data_path": (cases.corpus(tmp_path),), "bf16": dtype == "bf16"}
     first = (first[0], {**first[1], "use_distributed_optimizer": optimizers != "whole"})
@@ -96,7 +91,7 @@ def test_other_axes_models_and_optimizers(
     assert wrong == []
 
 
-def test_every_pair_of_data_parallel_sizes_reads_one_order(gloo: Any, tmp_path: Path, figure: Figure) -> None:
+def test_every_pair_of_data_parallel_sizes_reads_one_order(gloo, tmp_path, figure):
     """R6. The hash of a step covers the numbers and the content of its samples; the order in it is another matter,
     which tests/data/test_batches.py looks at."""
     ramp = {"rampup_batch_size": (4, 4, 24), "global_batch_size": 12}
@@ -129,7 +124,7 @@ RUNS: list[Layout] = [
 
 
 @pytest.mark.parametrize("number", range(len(RUNS)))
-def test_fifty_incarnations(gloo: Any, tmp_path: Path, number: int, scaled: Scaled, figure: Figure) -> None:
+def test_fifty_incarnations(gloo, tmp_path, number, scaled, figure):
     """R12."""
     ranks, flags = RUNS[number]
     draw = random.Random(number)

@@ -5,8 +5,6 @@ gradient of steps 1, 10 and 20 are compared, relative to plain data parallelism 
 expert_bias bit for bit.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ A rank that is forked with the engine loaded takes the package's modules from th
 adapted the engine while it was imported, which happens once in a process.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ returns fp32. In `crashing` the next layer's product refuses it; in `silent` eve
 fp32, and the model trains, at twice the memory and not as configured.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

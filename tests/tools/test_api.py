@@ -1,7 +1,10 @@
 """The Python interface: the command line's numbers and errors, a program's own parts on every layout, models to use."""
 
-from __future__ import annotations
-
+import json
+import os
+import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,10 @@ import torch
 from torch import Tensor
 
 import megatron_moe as mm
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.data.tokenizers import NullTokenizer
+from tests.helpers.launchers import Forked
+from tests.helpers.ranks import RankParent
 from tests.helpers.trained_steps import SMALL
 
 FLAGS: dict[str, Any] = {**SMALL, "vocab_size": 64, "train_iters": 2, "eval_iters": 0, "lr": 1e-2}
@@ -65,6 +71,8 @@ def test_settings_are_the_command_lines_and_changes_win(tmp_path: Path) -> None:
     of_file = mm.Settings.from_yaml(tmp_path / "run.yaml", lr=0.25, keep_fp32=["router"], bf16=True)
     text = "--preset tiny --lr 0.25 --mock-data --vocab-size 64 --keep-fp32 router --bf16"
     assert of_file.flat() == mm.Settings.from_flags(text).flat()
+    by_name = mm.Settings(preset="tiny", lr=0.25, mock_data=True, vocab_size=64, keep_fp32=["router"], bf16=True)
+    assert by_name == mm.Settings.from_flags(by_name.command) and by_name.flat() == of_file.flat()
     changed = of_file.replace(bf16=False, lr=0.5, keep_fp32=None, moe_layer_freq="[0]+[1]*3")
     assert changed.flat() == mm.Settings.from_flags(changed.command).flat()
     assert (changed.run.precision.bf16, changed.run.optimizer.lr) == (False, 0.5)
@@ -136,9 +144,13 @@ def test_data_loss_and_optimizer_of_a_program_give_the_same_numbers_on_every_lay
     torch.testing.assert_close(unscaled[0][0], 2 * whole[0][0], rtol=1e-6, atol=0)
 
 
-def test_a_stream_is_the_list_of_its_samples_and_begins_anew(one_process: Any) -> None:
+def test_a_stream_is_the_list_of_its_samples_and_begins_anew(one_process: Any, tmp_path: Path) -> None:
     flags = {"own": True, "eval_iters": 1, "eval_interval": 1}
-    of_list = mm.train(settings(**flags), data=SAMPLES, valid_data=SAMPLES)
+    of_list = mm.train(settings(**flags, save=str(tmp_path)), data=SAMPLES, valid_data=SAMPLES)
+    skipped = {**flags, "load": str(tmp_path), "skip_train": True, "train_iters": None}
+    evaluated = mm.train(settings(**skipped), data=SAMPLES, valid_data=SAMPLES, loss=plain)
+    assert [one.loss for one in evaluated.evaluations] == [of_list.evaluations[-1].loss] and not evaluated.steps
+    assert torch.equal(evaluated.model.logits([1, 2]), of_list.model.logits([1, 2]))
     of_stream = mm.train(settings(**flags), data=Stream(), valid_data=Stream())
     assert losses(of_stream) == losses(of_list) and len(set(losses(of_list))) == 2
     assert [one.loss for one in of_stream.evaluations] == [one.loss for one in of_list.evaluations]
@@ -179,6 +191,46 @@ def test_a_step_goes_on_with_the_parts_that_it_was_trained_with(one_process: Any
     assert len(mm.train(steps.replace(train_iters=2), loss=halved).steps) == 1
 
 
+def failing_runs(argv: list[str]) -> int:
+    """Two runs that fail on rank 1 alone, while rank 0 sleeps or waits in a collective, and a sound one after them."""
+    rank = int(os.environ["RANK"])
+
+    class Samples(list[Any]):
+        def __getitem__(self, number: Any) -> Any:
+            if number >= 2:
+                if rank == 1:
+                    raise OSError("cannot read")
+                time.sleep(600)
+            return super().__getitem__(number)
+
+    def odd(logits: Tensor, labels: Tensor) -> Tensor:
+        if rank == 1:
+            raise KeyError("odd")
+        return plain(logits, labels)
+
+    said = []
+    for parts in ({"data": Samples(SAMPLES)}, {"data": SAMPLES, "loss": odd}, {"data": SAMPLES}):
+        try:
+            said.append(str(len(mm.train(settings(own=True, global_batch_size=2), **parts).steps)))
+        except Exception as error:
+            said.append(repr(error))
+            os.kill(os.getpid(), signal.SIGTERM)  # the launcher's, while the program still runs
+    Path(argv[0], f"{rank}").write_text("\n".join(said))
+    return 0
+
+
+def test_an_error_on_one_rank_is_raised_in_the_program_on_all_and_another_run_can_follow(
+    rank_parent: RankParent, tmp_path: Path
+) -> None:
+    job = Forked(rank_parent, "tests.tools.test_api:failing_runs")
+    job.start([str(tmp_path)], 2, tmp_path, tmp_path / "log")
+    assert job.wait(300) == 0, (tmp_path / "log").read_text()
+    first, second = ((tmp_path / rank).read_text().splitlines() for rank in "01")
+    assert second == ["OSError('cannot read')", "KeyError('odd')", "0"] and first[2] == "2"
+    for told, error in zip(first, ("OSError: cannot read", "KeyError: 'odd'")):
+        assert re.match(rf"RunFault.*rank 1 failed at .*{error}", told), told
+
+
 # ---- models
 
 
@@ -202,12 +254,25 @@ def test_the_trained_model_is_the_saved_one_and_can_be_exported(run: Any, tmp_pa
     assert trained.tokenizer.detokenize(trained.generate([97, 98], max_new_tokens=5)) == text
     for number, model in enumerate((trained, run.checkpoint)):
         folder = mm.save_hf(model, tmp_path / str(number))
+        assert ("a program's memory" in (folder / "README.md").read_text()) == (model is trained)
         again = mm.load_model(folder, dtype="bfloat16")
         assert torch.equal(again.logits([97, 98]), expected)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ours = mm.load_model(folder).logits([97, 98, 99])
     with torch.no_grad():
         torch.testing.assert_close(theirs(torch.tensor([[97, 98, 99]])).logits[0], ours, rtol=1e-4, atol=1e-4)
+
+
+def test_an_export_from_memory_has_the_positions_and_the_end_of_its_run(tmp_path: Path, one_process: Any) -> None:
+    written = {}
+    mm.save_hf(mm.train(settings(max_position_embeddings=32)).model, tmp_path / "first")
+    continued = {name: value for name, value in FLAGS.items() if name not in architecture_keys()}
+    again = mm.Settings.from_flags([], **continued, load_hf=str(tmp_path / "first"), mock_data=True)
+    mm.save_hf(mm.train(again.replace(max_position_embeddings=99)).model, tmp_path / "second")
+    for name in ("first", "second"):
+        written[name] = json.loads((tmp_path / name / "config.json").read_text())
+    assert written["second"] == {**written["first"], "max_position_embeddings": 99}
+    assert written["first"]["max_position_embeddings"] == 32 and written["first"]["eos_token_id"] is None
 
 
 def test_no_model_is_loaded_into_a_run_that_goes_on(run: Any, one_process: Any) -> None:

@@ -1,7 +1,5 @@
 """megatron-moe audit: our models are clean in every dtype, faults and mistakes have their exit codes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The audit names what it finds: module, line, dtypes; in the forward and the backward, and when the model raises."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """megatron-moe convert: what goes in comes out to the bit, and the certificate says what was done."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

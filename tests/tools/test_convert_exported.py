@@ -1,7 +1,5 @@
 """Models trained here and imported ones, exported: transformers alone loads the folder and generates what we do."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

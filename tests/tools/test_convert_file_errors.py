@@ -1,7 +1,5 @@
 """Errors planted where files are read and written: the certificate notices them, or the comparison does."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """--dtype fp8: what is rounded, to what, how much, and that importing gives exactly the rounded numbers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The converter's memory is that of a layer and not of the model, there and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.convert_16b import hashes, make, model

@@ -1,7 +1,5 @@
 """Native to native: a step in another cut, its weights alone, the mean of several steps, averages of --ema-decay."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parity with transformers: what a tie is and what is none, what is not covered, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """megatron-moe convert: what cannot be right is refused, nothing is left; what was killed goes on."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

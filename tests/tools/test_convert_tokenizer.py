@@ -1,7 +1,5 @@
 """Which tokenizer an exported folder gets, found before torch is loaded; and what is no tokenizer of the model."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from megatron_moe.data.tokenizers import ByteTokenizer, NullTokenizer
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.io.files import write_bytes, write_json
 from megatron_moe_tools.convert.exported_files import AS_IT_CAME, exported_tokenizer, generation_ids, model_card
+from megatron_moe_tools.models.source import locate
 from tests.config.refused import refused
 
 BYTES = {"type": "ByteTokenizer", "sha256": ByteTokenizer.sha256, "eod": 256, "bos": None}
@@ -71,12 +70,21 @@ def test_the_tokenizer_of_the_run_is_written_with_its_ids(tmp_path):
     assert generation_ids(found.ids) == {"eos_token_id": 256, "pad_token_id": 256}
     without = exported_tokenizer(step, {}, True)
     assert without.files == {} and without.ids == found.ids and without.words.startswith("none")
-    # tokens that were made up have an end and no tokenizer
-    null = NullTokenizer(300)
-    trained_with = {"type": null.name, "sha256": null.sha256}
-    found = exported_tokenizer(a_step(tmp_path / "null", trained_with, {}, mock_data=True, vocab_size=300), {}, False)
-    assert found.files == {} and found.ids is not None and found.ids["eos_token_id"] == 299
-    assert len(found.notes) == 1 and "NullTokenizer" in found.notes[0]
+    # ids without a text have an end where a flag names the tokenizer whose last one it is; made-up ones have none
+    trained_with = NullTokenizer(300).facts()
+    for name, config in {"named": {"tokenizer_type": "NullTokenizer"}, "made up": {"mock_data": True}}.items():
+        step, eos = a_step(tmp_path / name, trained_with, {}, vocab_size=300, **config), {"named": 299}.get(name)
+        found = exported_tokenizer(step, {}, False)
+        assert found.files == {} and found.ids == {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
+        assert len(found.notes) == 1 and f"eos_token_id is {eos or 'null'}" in found.notes[0]
+        assert exported_tokenizer(step, {}, True).ids == found.ids
+
+
+def test_a_run_that_names_no_number_of_positions_keeps_those_that_the_model_came_with(tmp_path):
+    came = {"config.json": b'{"max_position_embeddings": 128}'}
+    for run, positions in ((None, 128), (32, 32), (256, 256)):
+        step = a_step(tmp_path / f"{run}", {}, came, imported=True, max_position_embeddings=run, num_experts=4)
+        assert locate(step).run.derived.max_position_embeddings == positions
 
 
 def test_what_came_with_a_model_goes_out_again_unless_it_was_trained_with_another(tmp_path):
@@ -142,3 +150,5 @@ def test_a_model_card_says_what_the_checkpoint_knows_and_no_place_of_this_machin
     assert all(fact in card for fact in (*numbers, "bf16", "`books`", "ab12"))
     assert "/secret" not in card and "AutoTokenizer.from_pretrained" not in card
     assert "AutoTokenizer.from_pretrained" in model_card(run, family, "bfloat16", flatten(run), state, "ByteTokenizer")
+    edited = model_card(run, family, "bfloat16", flatten(run), {**state, "from_memory": True}, "none: x")
+    assert "may have changed the weights" in edited and "## Training of the checkpoint it comes from" in edited

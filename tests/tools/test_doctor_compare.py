@@ -1,7 +1,5 @@
 """Tensors put together from ranks, copies held against each other, and what the comparison says."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """What the doctor tries: a small copy with the model's features, and layouts of every kind of parallelism in use."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_moe.config import rules

@@ -4,8 +4,6 @@ The errors are of the kinds that trained models have been lost to: a reduction t
 mark that the engine reads, a scale that depends on the layout, a mask that is off by one.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from typing import Any, NamedTuple

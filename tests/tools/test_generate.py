@@ -1,7 +1,5 @@
 """Text from checkpoints: token by token what transformers generates; the tool's text, flags, tokenizers and errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A checkpoint opened in one process: which folders are ones, dtypes, layers, tensors written once, other settings."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """megatron-moe trace: what a checkpoint computes, in the order of the tokens and under Hugging Face's names."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A layout on paper: the model's own counts, on as many ranks as one likes, and what it says of them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +8,11 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.latent_exchange import exchange_cost
 from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.schema import build
+from megatron_moe.config.schema import build, replace
 from megatron_moe_tools.plan import tracing
+from megatron_moe_tools.plan.latent_exchange import compared_exchanges
 from megatron_moe_tools.plan.layouts import Machine, legal, nearby_layouts, require_legal
 from megatron_moe_tools.plan.plan import ROUNDS, make_plan, rank_traffic, schedule
 from megatron_moe_tools.plan.tracing import trace_ranks
@@ -161,6 +161,29 @@ def test_traffic_of_one_all_to_all_and_of_a_ring_is_that_computed_by_hand():
     assert rank["traffic"]["expert DP"]["between_nodes"] == rank["traffic"]["expert DP"]["sent"]
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_latents_and_what_they_expand_to_are_priced_and_expanding_is_no_work_of_the_model(tp):
+    sizes = {"context_parallel_size": 4, "tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
+    run, machine = build({**TINY, **sizes, "global_batch_size": 16}), Machine(gpus_per_node=2 * tp)
+    cost, found = exchange_cost(run, "bfloat16"), compared_exchanges(run, 4 * tp, machine)
+    m, micro_batches = run.model, run.derived.num_microbatches(4 * tp)
+    others = micro_batches * m.num_layers * run.training.micro_batch_size * m.seq_length * 3 / 4  # tokens x layers
+    latent, expanded = found["ways"]["latent"], found["ways"]["expanded"]
+    assert (found["chosen"], latent["numbers"], expanded["numbers"]) == ("latent", cost.latent, cost.expanded)
+    # Each TP rank gets its part of the latents over CP, and those parts of the others' tokens that they have.
+    assert latent["sent"] == pytest.approx(others * cost.latent * cost.bytes_per_number, rel=0.01)
+    assert expanded["sent"] == pytest.approx(others * cost.expanded * cost.bytes_per_number, rel=0.01)
+    assert latent["between_nodes"] == pytest.approx(latent["sent"] / 2 / tp, rel=0.01)
+    assert (latent["flops"], expanded["flops"]) == (others * cost.flops, 0)
+    far, near = latent["between_nodes"], latent["sent"] - latent["between_nodes"]
+    sending = near / machine.node_bandwidth / 1e9 + far / machine.network_bandwidth / 1e9
+    assert latent["seconds"] == sending + latent["flops"] / (machine.mfu * machine.peak_tflops * 1e12)
+    latents, plain = (make_plan(replace(run, mla_cp_exchange=way), 4 * tp, machine) for way in ("latent", "expanded"))
+    assert latents["model_flops_per_token"] == plain["model_flops_per_token"] == plain["computed_flops_per_token"]
+    assert latents["computed_flops_per_token"] > plain["computed_flops_per_token"]
+    assert compared_exchanges(build(TINY), 1, machine) is None
+
+
 def test_the_schedule_is_the_engines():
     words = ["".join("BF"[forward] + str(chunk) for forward, chunk in schedule(1, 4, stage, 4)) for stage in (0, 3)]
     assert words == ["F0F0F0F0B0B0B0B0", "F0B0F0B0F0B0F0B0"]
@@ -223,3 +246,7 @@ def test_what_is_recomputed_is_not_kept():
         _, _, (trace,) = traced(1, recompute_granularity=granularity, recompute_modules=modules)
         kept[modules] = trace.chunks[0].kept
     assert all(size < kept[None] for modules, size in kept.items() if modules is not None), kept
+    for modules in ("core_attn",), ("mla_up_proj",), ("core_attn", "mla_up_proj"):  # latents are less than it
+        sizes = {"context_parallel_size": 4, "recompute_granularity": "selective", "recompute_modules": modules}
+        latent, expanded = (traced(4, **sizes, mla_cp_exchange=way)[2][0] for way in ("latent", "expanded"))
+        assert latent.chunks[0].kept <= expanded.chunks[0].kept

@@ -1,7 +1,5 @@
 """`megatron-moe plan --fit`: the fastest layout that fits, found among all, and what is estimated on the way to it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

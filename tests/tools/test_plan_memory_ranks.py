@@ -4,8 +4,6 @@ A CPU multiplies half precision natively or by way of fp32 copies, which its pro
 ways are planned and run, on any processor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

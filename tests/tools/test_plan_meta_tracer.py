@@ -1,7 +1,5 @@
 """Operations on the meta device are those of torch; live bytes and FLOPs are counted as they come and go."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

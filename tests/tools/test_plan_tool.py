@@ -1,7 +1,5 @@
 """megatron-moe plan: a table for people, JSON for programs, and refusals that name layouts nearby."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -71,8 +69,10 @@ def test_a_config_json_is_planned_without_weights(tmp_path, capsys):
     folder, plan = tmp_path / "model", tmp_path / "plan.json"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_of(run, FAMILIES["deepseek-v3"], "bfloat16")))
-    flags = f"--load-hf {folder} --bf16 --seq-length 64 --world-size 1 --alternatives 0 --json {plan}"
+    flags = f"--load-hf {folder} --bf16 --seq-length 64 --world-size 2 --alternatives 0 --json {plan}"
+    flags += " --context-parallel-size 2"
     assert cli.main(flags.split()) == 0
+    assert re.search(r"\nlatent, as here +40 .*\nexpanded +160 ", capsys.readouterr().out)
     parameters = run.derived.parameter_count(run.derived.padded_vocab_size(1000))
     assert json.loads(plan.read_text())["total_params"] == parameters
     (folder / "model.safetensors").write_text("half a download")

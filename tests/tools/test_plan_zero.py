@@ -1,7 +1,5 @@
 """The plan of ZeRO: which stage it recommends, what ZeRO++ saves between machines, and what is offloaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Each check of the preflight fails where it should: with a faked machine, faked versions, faked measurements."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import resource

@@ -1,7 +1,5 @@
 """megatron-moe preflight on two ranks: they are compared, and the table and the JSON say who differs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Preprocessing as Megatron-LM's tool does it: its flags, its bytes, and the data that it wrote."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which recorded steps are replayed, when a replay agrees with its record, and one that a run has recorded."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

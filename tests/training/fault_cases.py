@@ -1,7 +1,5 @@
 """Numbers that are not finite, put into a real run at one place, on one rank or all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -141,13 +139,13 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
 
     Returns:
         Per fault: told, what was said on this rank or raised; raised, whether it was; and changed, what the step
-        changed. Beside it the sound steps: all of them must be applied.
+        changed. Beside it the sound steps, all of which must be applied, and what they changed.
     """
     from megatron_moe.training import run as training_run
     from megatron_moe.training.callbacks.faults import NonFinite
     from megatron_moe.training.run import pretrain
 
-    rank, seen, sound = torch.distributed.get_rank(), [], []
+    rank, seen, sound, moved = torch.distributed.get_rank(), [], [], set[str]()
 
     class Spoiling(NonFinite):
         """The fault lasts from the beginning of the step to the end of the second look."""
@@ -155,9 +153,9 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
         def before_step(self, step: Any) -> None:
             number, self.due = divmod(self.trainer.progress.iteration, 2)
             self.fault: Any = nullcontext()
+            self.before = digests(self.trainer.trained)
             if self.due:
                 site, value, ranks = faults[number]
-                self.before = digests(self.trainer.trained)
                 if ranks == "all" or rank == 1:
                     self.fault = SITES[site](self.trainer, float(value))
             self.fault.__enter__()
@@ -171,16 +169,17 @@ def faulty_steps(faults: list[tuple[str, str, str]], flags: dict[str, Any]) -> d
                 except RunFault as fault:
                     said, raised = [str(fault)], True
             self.fault.__exit__(None, None, None)
-            if not self.due:
-                sound.append(result.committed)
-                return
             after = digests(self.trainer.trained)
             changed = [name for name in after if after[name] != self.before[name]]
+            if not self.due:
+                sound.append(result.committed)
+                moved.update(changed)
+                return
             seen.append({"told": said, "raised": raised, "changed": changed, "committed": result.committed})
 
     with mock.patch.object(training_run, "NonFinite", Spoiling):
         pretrain(small(train_iters=2 * len(faults) + 1, **flags))
-    return {"seen": seen, "sound": sound}
+    return {"seen": seen, "sound": sound, "moved": moved}
 
 
 def poisoned_saves(root: str) -> dict[str, Any]:

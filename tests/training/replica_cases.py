@@ -1,7 +1,5 @@
 """Bits flipped in one replica of a real run: the cases of test_checks_replicas_ranks.py and of the soak."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 from unittest import mock

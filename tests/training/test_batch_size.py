@@ -1,7 +1,5 @@
 """The batch size is a function of the samples consumed, so a resumed ramp goes on where it was."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_moe.config.errors import ConfigError
@@ -31,12 +29,6 @@ def test_samples_of_a_ramped_run_are_the_sum_of_its_steps():
 def test_steps_are_counted_from_where_a_run_with_other_batches_has_come() -> None:
     steps = [BatchSchedule(1, 1, 8).steps_to(160, consumed) for consumed in (0, 40, 41, 153, 160, 170)]
     assert steps == [20, 15, 14, 0, 0, 0]
-
-
-def test_a_constant_batch_needs_no_ramp():
-    run = replace(Run(), micro_batch_size=2, global_batch_size=8, train_iters=7)
-    schedule = batch_schedule(run, world_size=2)
-    assert (schedule.num_micro_batches(0), schedule.samples_after(7)) == (2, 56)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """A program's own callbacks: what they see and change, and that one rank's wish or error is every rank's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A bit that differs between replicas is seen, named with its rank, and nothing else is an alarm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

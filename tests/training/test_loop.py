@@ -1,7 +1,5 @@
 """When a run stops before its last iteration: one rank's reason is every rank's."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path
@@ -131,7 +129,7 @@ def test_a_batch_without_a_token_that_counts_is_said_and_fifty_of_them_end_the_r
     assert len({step.learning_rate for step in steps[3:]}) == 1
 
 
-def test_skips_are_counted_on_after_a_resume(gloo: Any, tmp_path: Path) -> None:
+def test_skips_are_counted_on_after_a_resume(gloo, tmp_path):
     metrics, root = tmp_path / "metrics.jsonl", str(tmp_path / "run")
     # The scale starts so high that the first steps overflow.
     flags = {**SMALL, "fp16": True, "initial_loss_scale": 2.0**40, "hysteresis": 1, "health_interval": 1}
@@ -149,7 +147,7 @@ def test_skips_are_counted_on_after_a_resume(gloo: Any, tmp_path: Path) -> None:
     assert all(health.layers[1].sampled_tokens for health in told)
 
 
-def test_a_run_that_counts_sequences_goes_on_by_them_with_other_batches(gloo: Any, tmp_path: Path) -> None:
+def test_a_run_that_counts_sequences_goes_on_by_them_with_other_batches(gloo, tmp_path):
     metrics, root = tmp_path / "metrics.jsonl", str(tmp_path / "run")
     flags = {**SMALL, "train_samples": 41, "lr_decay_style": "linear", "lr": 1e-3, "min_lr": 0.0, "lr_warmup_iters": 0}
     flags |= {"metrics_file": str(metrics), "save": root, "load": root, "exit_interval": 4}

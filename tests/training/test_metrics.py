@@ -1,7 +1,5 @@
 """What is told about a step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reports that Megatron-LM's flags ask for: TensorBoard's tags, profiles, and Python's collector by hand."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.report.jsonl import read_evaluations, read_steps
 from tests.helpers.trained_steps import SMALL, trained
+from tests.report import steps
 
 FLAGS = {**SMALL, "num_layers": 1, "moe_layer_freq": "[1]", "train_iters": 4, "log_interval": 2}
 FLAGS |= {"eval_interval": 3, "eval_iters": 1}
@@ -28,36 +27,32 @@ def run(flags: dict[str, Any]) -> dict[str, Any]:
     from megatron_moe.training import loop
 
     collections: list[tuple[int, Any]] = []
-    steps, on = [], []
+    done, on = [], []
     train_step = loop.train_step
 
     def counted(*args: Any, **named: Any) -> Any:
         on.append(gc.isenabled())
         result = train_step(*args, **named)
-        steps.append(result)
+        done.append(result)
         return result
 
     with (
         mock.patch.object(loop, "train_step", counted),
-        mock.patch.object(gc, "collect", lambda generation=2: collections.append((len(steps), generation)) or 0),
+        mock.patch.object(gc, "collect", lambda generation=2: collections.append((len(done), generation)) or 0),
     ):
         trained({**FLAGS, **flags})
     return {"collections": collections, "on": on, "after": gc.isenabled()}
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """TensorBoard's events: tag -> step -> value."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder)).Reload()
-    return {tag: {e.step: e.value for e in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+    return {tag: dict(points) for tag, points in steps.scalars(folder).items()}
 
 
 def test_what_megatrons_flags_ask_for_is_in_tensorboard_under_its_tags(gloo: Any, tmp_path: Path) -> None:
     files = {"metrics_file": str(tmp_path / "m.jsonl"), "tensorboard_dir": str(tmp_path / "events")}
     gloo.run(2, run, flags={**files, **REPORTS, **PROFILE, "bf16": True, "use_precision_aware_optimizer": True})
-    found, steps = scalars(tmp_path / "events"), {one.iteration: one for one in read_steps(tmp_path / "m.jsonl")}
-    assert [n for n, one in steps.items() if (one.params_norm or 0) > 1 and one.num_zeros] == [2, 4]
+    found, taken = scalars(tmp_path / "events"), {one.iteration: one for one in read_steps(tmp_path / "m.jsonl")}
+    assert [n for n, one in taken.items() if (one.params_norm or 0) > 1 and one.num_zeros] == [2, 4]
     for tag, of in {
         "params-norm": lambda one: one.params_norm,
         "num-zeros": lambda one: one.num_zeros,
@@ -69,8 +64,8 @@ def test_what_megatrons_flags_ask_for_is_in_tensorboard_under_its_tags(gloo: Any
         "mem-max-allocated-bytes": lambda one: one.memory_bytes,
         "loss/train": lambda one: one.loss,
     }.items():
-        assert found[tag] == pytest.approx({n: of(steps[n]) for n in (2, 4)}, rel=1e-6), tag
-    assert 0 < found["optimizer-time"][2] < found["iteration-time"][2] + found["iteration-time"][4] + steps[1].seconds
+        assert found[tag] == pytest.approx({n: of(taken[n]) for n in (2, 4)}, rel=1e-6), tag
+    assert 0 < found["optimizer-time"][2] < found["iteration-time"][2] + found["iteration-time"][4] + taken[1].seconds
     perplexity = {one.iteration: 2.718281828459045**one.loss for one in read_evaluations(tmp_path / "m.jsonl")}
     assert found["lm loss validation ppl"] == pytest.approx(perplexity, rel=1e-6) and len(perplexity) == 2
     # The profile: steps 2 and 3, of rank 1 alone.
@@ -83,11 +78,11 @@ def test_what_megatrons_flags_ask_for_is_in_tensorboard_under_its_tags(gloo: Any
 def test_heads_that_qk_clip_scales_are_counted_where_it_is_on(gloo: Any, tmp_path: Path) -> None:
     clip = {"optimizer": "muon", "qk_clip": True, "qk_clip_threshold": 1e-6, "tensorboard_dir": str(tmp_path)}
     gloo.run(1, run, flags={**clip, "metrics_file": str(tmp_path / "m.jsonl")})
-    steps = list(read_steps(tmp_path / "m.jsonl"))
-    counted = {one.iteration: one.clipped_heads for one in steps}
+    taken = list(read_steps(tmp_path / "m.jsonl"))
+    counted = {one.iteration: one.clipped_heads for one in taken}
     assert counted[1] == 4 and len(counted) == 4
     assert scalars(tmp_path)["optimizer/clipped_heads"] == counted
-    assert all((one.max_attention_logit > 1e-6) == (one.clipped_heads > 0) for one in steps)
+    assert all((one.max_attention_logit > 1e-6) == (one.clipped_heads > 0) for one in taken)
 
 
 def test_without_the_flags_there_is_none_of_it(gloo: Any, tmp_path: Path) -> None:

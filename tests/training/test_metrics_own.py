@@ -1,7 +1,5 @@
 """A researcher's own metric and sink, in a tiny training from outside the package."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -16,6 +14,7 @@ import pytest
 from megatron_moe.config.schema import build
 from megatron_moe.report import Metric, Sink, StepFacts, register_metric, unregister_metric
 from tests.helpers.trained_steps import SMALL, TINY
+from tests.report.steps import scalars
 
 
 def top_share(facts: StepFacts) -> float | None:
@@ -66,8 +65,6 @@ def trained(names: list[str], flags: dict[str, Any], **broken: Exception) -> tup
 
 
 def test_a_metric_and_a_sink_of_a_program_get_what_a_run_does(gloo: Any, tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     files = {"metrics_file": str(tmp_path / "metrics.jsonl"), "tensorboard_dir": str(tmp_path / "events")}
     flags = {**files, "save": str(tmp_path / "checkpoints")}
     names = ["top_share", "not_a_number"]
@@ -93,9 +90,9 @@ def test_a_metric_and_a_sink_of_a_program_get_what_a_run_does(gloo: Any, tmp_pat
     for of_step, line in zip(logged[1:], counted, strict=True):
         assert f"| top_share {line['top_share']:.3f} |" in of_step
 
-    events = EventAccumulator(str(tmp_path / "events")).Reload()
-    written = [(event.step, event.value) for event in events.Scalars("own/top_share")]
-    assert written == [(line["iteration"], pytest.approx(line["top_share"])) for line in counted]
+    assert scalars(tmp_path / "events")["own/top_share"] == [
+        (line["iteration"], pytest.approx(line["top_share"])) for line in counted
+    ]
 
 
 def test_a_metric_that_fails_on_one_rank_ends_the_run_on_all_by_its_name(gloo: Any, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Two nodes that open the same relative paths, each in a working directory of its own: other files, other folders."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """megatron-moe profile: each station has its own operations, forward and backward."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Health is measured on every layout, is the same on every rank, and changes nothing."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -18,8 +16,6 @@ from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, PP2, TP2, ZERO_3
 SMALL = {"seq_length": 16, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24, **steps.SMALL}
 EXPERTS = {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1}
 TABLE = {"padded_vocab_size": 256}  # the padding has zeros, and else depends on TP
-
-# ---- gradient norms
 
 
 def norms(run: Run) -> dict[str, Any]:
@@ -69,9 +65,6 @@ def test_a_table_that_two_stages_share_counts_once(gloo: Any) -> None:
     for rank in gloo.run(2, norms, run=replace(Run(), **tied, **PP2)):
         assert rank["weights"] == pytest.approx(math.sqrt(oracle["squares"]["weights"]), rel=2e-6)
         assert rank["zeros"] == oracle["squares"]["zeros"]
-
-
-# ---- measured steps
 
 
 def measured(flags: dict[str, Any], measure: bool, taken: int = 2) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """--timing-log-level tells where a step's time goes, on every layout, and costs nothing when it is off."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from typing import Any

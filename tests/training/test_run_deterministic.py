@@ -1,7 +1,5 @@
 """`--deterministic-mode` changes no bit on a CPU, and a step uses no operation whose order was not thought of."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -49,21 +47,6 @@ def test_the_mode_changes_no_bit_on_a_cpu_and_nothing_reads_memory_unwritten(glo
     mode = {**flags, "deterministic_mode": True}
     assert gloo.run(ranks, records, flags=mode, poisoned=True)[0] == plain
     assert len(plain) == 3 and plain[-1]["loss_hex"] and plain[-1]["expert_bias_hash"]
-
-
-def switches_of_a_process(mode: bool) -> list[Any]:
-    from megatron_moe.parallel import groups
-    from megatron_moe.platform import numerics
-
-    groups.initialize(build({**TINY, "deterministic_mode": mode}))
-    inside = [value == wanted for _, value, wanted in numerics.states()], torch.are_deterministic_algorithms_enabled()
-    groups.destroy()
-    return [*inside, list(numerics.states()), torch.are_deterministic_algorithms_enabled()]
-
-
-def test_a_process_has_the_switches_while_it_is_in_its_groups(gloo):
-    assert gloo.run(1, switches_of_a_process, mode=True) == [[[True] * 10, True, [], False]]
-    assert gloo.run(1, switches_of_a_process, mode=False) == [[[True] * 6, False, [], False]]
 
 
 def test_a_variable_against_the_mode_is_refused_before_a_run_starts(monkeypatch):

@@ -1,6 +1,4 @@
-"""Whole runs on the pool's ranks: one rank is the oracle of two, and the logged counts are the oracle of the bias."""
-
-from __future__ import annotations
+"""A whole run on the pool's ranks learns, and its logged counts are the oracle of the bias."""
 
 import json
 from pathlib import Path
@@ -10,12 +8,12 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import build
+from tests.data.prepared import ids
 from tests.helpers.rows import rows
-from tests.helpers.stepped_trainer import EP2
+from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, PP2, TP2, ZERO_3
 from tests.helpers.trained_steps import TINY, trained
 
 SHORT = {"num_layers": 2, "seq_length": 32}
-LOSSES = {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (1e-3,), "moe_z_loss_coeff": 1e-3}
 
 
 def loaded_biases(flags: dict[str, Any]) -> dict[int, tuple[str, str, list[float]]]:
@@ -46,22 +44,6 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_one_rank_and_two_expert_parallel_ranks_have_the_same_losses(gloo, tmp_path):
-    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
-    flags = {**SHORT, **LOSSES, "moe_layer_freq": "[0,1]", "train_iters": 12, "lr": 3e-3, "eval_iters": 2}
-    flags |= {"micro_batch_size": 4, "global_batch_size": 8}
-    alone = gloo.run(1, trained, flags={**flags, "metrics_file": str(one)})[0]
-    gloo.run(2, trained, flags={**flags, **EP2, "metrics_file": str(two)})
-    first, second = lines(one), lines(two)
-    assert len(first) == len(second) == 12 and first[-1]["loss"] < first[0]["loss"] - 0.3
-    for a, b in zip(first, second):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
-        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
-        assert b["aux_losses"] == pytest.approx(a["aux_losses"], rel=1e-4) and len(a["aux_losses"]) == 2
-        assert sum(map(sum, a["tokens_per_expert"].values())) == 2 * 8 * 32  # topk x sequences x length
-    assert alone["valid_loss"] < alone["unigram_entropy"] + 1.0
-
-
 COUNTED: dict[str, dict[str, Any]] = {
     # A scale that overflows at first: those steps are skipped and must not move the bias.
     "fp16": {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1},
@@ -77,6 +59,7 @@ def test_after_many_steps_and_a_reload_the_bias_has_the_bits_of_the_counts(gloo,
     gloo.run(2, trained, flags={**flags, "metrics_file": str(metrics), "save": root})
     steps = lines(metrics)
     assert len(steps) == 24 and any(step["skipped"] for step in steps) == (case == "fp16")
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     expected = {layer: torch.zeros(8, dtype=torch.float32) for layer in (1, 2)}
     for step in steps:
         for layer, bias in expected.items():
@@ -92,3 +75,27 @@ def test_after_many_steps_and_a_reload_the_bias_has_the_bits_of_the_counts(gloo,
         for layer, (bias_dtype, counts_dtype, bias) in biases.items():
             assert (bias_dtype, counts_dtype) == ("torch.float32", "torch.float32")
             assert bias == expected[layer].tolist()
+
+
+def test_skip_train_evaluates_both_splits_as_the_training_did_on_every_layout_and_writes_no_step(gloo, tmp_path):
+    root, metrics = tmp_path / "c", tmp_path / "c" / "metrics.jsonl"
+    prefix = ids(tmp_path, "text", [[(place * step) % 90 for place in range(40)] for step in range(1, 21)], 100)
+    flags = {**SHORT, "moe_layer_freq": "[0,1]", "lr": 3e-3, "eval_iters": 2, "seq_length": 8}
+    flags |= {"mock_data": False, "data_path": (prefix,), "split": "50,25,25", "tokenizer_type": "NullTokenizer"}
+    flags |= {"vocab_size": 100, "save": str(root), "save_interval": 2, "metrics_file": str(metrics)}
+    wanted = gloo.run(1, trained, flags={**flags, "train_iters": 3, "no_save_optim": True})[0]
+    files = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    flags |= {"load": str(root), "skip_train": True, "train_iters": 20, "ema_decay": 0.9}
+    spread = {**TP2, **EP2, **DISTRIBUTED, "expert_tensor_parallel_size": 1}
+    for layout in ({}, spread, PP2, ZERO_3):
+        found = gloo.run(2 if layout else 1, trained, flags={**flags, **layout})[0]
+        for split in ("valid_loss", "test_loss"):
+            assert found[split] == pytest.approx(wanted[split], rel=1e-6 if layout else 0), layout
+        assert (found["iterations"], found["checkpoint"]) == (3, None)
+    other = {"ckpt_step": 2, "data_path": None, "split": None, "valid_data_path": (prefix,)}
+    assert gloo.run(1, trained, flags={**flags, **other})[0]["valid_loss"] != wanted["valid_loss"]
+    evaluations = lines(root / "metrics.eval.jsonl")
+    assert [line["iteration"] for line in evaluations] == [3] * 10 + [2]
+    del files[root / "metrics.eval.jsonl"]
+    assert files == {path: path.read_bytes() for path in files}
+    assert {path for path in root.rglob("*") if path.is_file()} == {*files, root / "metrics.eval.jsonl"}

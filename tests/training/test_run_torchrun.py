@@ -1,7 +1,5 @@
 """Runs under torchrun that are terminated, interrupted and killed go on as if nothing had happened."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,14 +1,11 @@
 """Signals reach the run wherever it is, and a process that does not leave is made to."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
 import threading
 import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -17,7 +14,7 @@ import pytest
 
 from megatron_moe.io.program import DONE, INTERRUPTED, StoppedEarly
 from megatron_moe.training.signals import SAVING, StopSignals, signal_name
-from tests.helpers.ranks import Child, RankParent
+from tests.helpers.ranks import Child
 
 
 def test_the_first_of_several_signals_asks_to_stop_and_does_not_end_the_process():
@@ -98,9 +95,7 @@ def stuck_in_c(save: bool) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, DONE)])
-def test_a_signal_ends_a_process_whose_main_thread_is_stuck_in_c(
-    rank_parent: RankParent, tmp_path: Path, number: signal.Signals, status: int
-) -> None:
+def test_a_signal_ends_a_process_whose_main_thread_is_stuck_in_c(rank_parent, tmp_path, number, status):
     log = tmp_path / "log"
     child = Child("tests.training.test_signals:stuck_in_c", number == signal.SIGTERM, str(log))
     pids = rank_parent.fork([child])

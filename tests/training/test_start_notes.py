@@ -1,7 +1,5 @@
 """What a run says at its start: how its flags were read, what changes nothing, where it departs from its dtype."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -62,6 +60,9 @@ def test_a_sharding_flag_without_an_effect_is_named():
     assert "ZeRO stage 3: there is one copy of each expert" in note
     (note,) = told(f"{zero_3} {parts} 4")
     assert f"{parts} 4: these are all ranks" in note
+    latent, expanded = (told(f"--context-parallel-size 2{words}") for words in ("", " --mla-cp-exchange expanded"))
+    assert "--mla-cp-exchange latent: context-parallel ranks exchange 40 numbers" in latent[0]
+    assert "--mla-cp-exchange expanded: context-parallel ranks exchange 160 numbers" in expanded[0]
 
 
 def notes(**flags):

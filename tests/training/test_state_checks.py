@@ -1,7 +1,5 @@
 """A dtype that changes in the middle of a run stops it at the next check, by name and with when it changed."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """A step is counted and weighed alike on all ranks, and one without a token that counts leaves every bit as it was."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """One list of Megatron-LM's arguments trains megatron-core's own GPTModel and ours to the same losses."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from typing import Any

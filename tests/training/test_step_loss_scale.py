@@ -1,7 +1,5 @@
 """fp16: the loss scale halves at an overflow, doubles after a window, and scales every loss alike."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """A rank that dies or hangs ends the whole job in time, is named, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import re
 import signal
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small jobs under the watchdog: collectives in a loop, and a fault in one rank of each. For test_watchdog.py."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -129,6 +129,14 @@ refuse(
     ),
     needs=LAYOUT,
 )
+unread(
+    ("mla_cp_exchange",),
+    ("context_parallel_size", "multi_latent_attention"),
+    "is read where ranks with latent attention share a sequence; drop it, or use --multi-latent-attention and"
+    " --context-parallel-size 2",
+    is_read=lambda run: run.derived.mla_cp_exchange is not None,
+    needs=LAYOUT,
+)
 refuse(
     "experts_divide_by_expert_parallel",
     ("num_experts", "expert_model_parallel_size"),

@@ -317,7 +317,8 @@ def balancing_lists_match(run: Run) -> None:
         if kind in ("none", "sinkhorn") and coeff:
             raise Refusal(
                 ("moe_aux_loss_coeff", "moe_router_load_balancing_type"),
-                "the coefficient would be ignored; add --moe-router-load-balancing-type aux_loss or drop it",
+                "the coefficient would be ignored; add --moe-router-load-balancing-type aux_loss, which --defaults"
+                " megatron takes too, or drop it",
             )
         if kind not in ("none", "sinkhorn") and not coeff:
             raise Refusal(

@@ -29,7 +29,7 @@ def one_data_source(run: Run) -> None:
         )
     if len(sources) > 1:
         raise Refusal(sources, "choose one source of tokens and drop the others")
-    if per_split and "train_data_path" not in per_split:
+    if per_split and "train_data_path" not in per_split and not run.training.skip_train:
         raise Refusal((*per_split, "train_data_path"), "there is nothing to train on; add --train-data-path")
 
 

@@ -9,6 +9,7 @@ from megatron_moe.config import module_names
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules.rule import (
+    FILES,
     LENGTH,
     Refusal,
     is_half,
@@ -40,8 +41,28 @@ refuse(
     "training_has_a_length",
     ("train_iters",),
     "say how many optimizer steps to train, e.g. --train-iters 1000",
-    when=lambda run: run.training.train_iters is None,
+    when=lambda run: run.training.train_iters is None and not run.training.skip_train,
     needs=LENGTH,
+)
+refuse(
+    "a_model_without_training_is_loaded",
+    ("skip_train", "load", "load_hf"),
+    "there is no trained model to evaluate; add --load FOLDER or --load-hf FOLDER",
+    when=lambda run: run.training.skip_train and run.checkpoint.load is None and run.checkpoint.load_hf is None,
+    needs=FILES,
+)
+refuse(
+    "a_run_without_training_evaluates",
+    ("skip_train", "eval_iters"),
+    "nothing would be trained or evaluated; use --eval-iters 10 or drop --skip-train",
+    when=lambda run: run.training.skip_train and run.training.eval_iters == 0,
+)
+refuse(
+    "a_run_without_training_has_no_step",
+    ("skip_train",),
+    "there is no step to trace; keep one of the two",
+    when=lambda run: run.training.skip_train,
+    any_of=("audit_precision",),
 )
 refuse(  # the first also builds buffers
     "audit_needs_a_second_step",
