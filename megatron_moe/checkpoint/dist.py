@@ -125,11 +125,12 @@ def read(reader: StepReader, shards: Sequence[Shard], sources: Mapping[str, str]
     sizes = [0]
     for (group, dtype), of_group in shared.items():
         numel = sum(shard.values.numel() for shard in of_group)
-        sizes.append(2 * exchanged_numel(numel, group.size(), dtype.itemsize) * dtype.itemsize)
-    memory = torch.empty(-(-max(sizes) // 8), dtype=torch.int64, device=platform.device())
+        sizes.append(exchanged_numel(numel, group.size(), dtype.itemsize) * dtype.itemsize)
+    sent, received = (_memory(max(sizes), platform.device()) for _ in range(2))
+    memory = [sent if sent.is_cpu else _memory(max(sizes), "cpu"), sent, received]
     for (group, dtype), of_group in shared.items():
-        failure = reading.exchange(of_group, group, memory.view(dtype), failure)
-    del memory
+        failure = reading.exchange(of_group, group, [part.view(dtype) for part in memory], failure)
+    del sent, received, memory
     if errors := _agreed(set() if failure is None else {str(failure)}):
         raise ConfigError("; ".join(errors[:3])) from failure
     for _ in in_rounds(reading.alone(alone), lambda: 0, reader.step):
@@ -137,6 +138,10 @@ def read(reader: StepReader, shards: Sequence[Shard], sources: Mapping[str, str]
     if found := _agreed({f"{key}: {largest:g}" for key, largest in reading.too_large.items()}):
         head = f"--load {reader.step}: weights are beyond the largest number of their dtype (fp16: 65504); use --bf16 "
         raise ConfigError(listing(f"{head}or fp32:", found))
+
+
+def _memory(num_bytes: int, device: torch.device | str) -> Tensor:
+    return torch.empty(-(-num_bytes // 8), dtype=torch.int64, device=device)
 
 
 class _Reading:
@@ -151,20 +156,25 @@ class _Reading:
 
     def alone(self, shards: Sequence[Shard]) -> Iterator[None]:
         """Read shards that this rank holds alone, piece by piece."""
+        sizes = [shard.values.numel() * self.stored_dtype(shard).itemsize for shard in shards]
+        memory = _memory(min(max(sizes, default=0), PIECE_BYTES), "cpu")
         for shard in shards:
-            numel, length = shard.values.numel(), PIECE_BYTES // shard.dtype.itemsize
-            for begin in range(0, numel, length):
+            place = memory.view(self.stored_dtype(shard))
+            numel, length = shard.values.numel(), place.numel()
+            for begin in range(0, numel, max(length, 1)):
                 for piece in elements([shard], begin, min(begin + length, numel)):
-                    self._put(piece, self._read(piece))
+                    values = place[: piece.values.numel()].view(piece.values.shape)
+                    self._read(piece, values)
+                    self._put(piece, values)
                 yield
 
     def exchange(
-        self, shards: Sequence[Shard], group: ProcessGroup, memory: Tensor, failure: Exception | None
+        self, shards: Sequence[Shard], group: ProcessGroup, memory: Sequence[Tensor], failure: Exception | None
     ) -> Exception | None:
         """Fill shards that all ranks of a group hold, of which each reads its share. Collective over the group.
 
         Args:
-            memory: for what is sent and received, of the dtype that is stored.
+            memory: for what is read, on the host, sent and received, of the dtype that is stored.
             failure: what went wrong before; this rank then takes part without reading.
 
         Returns:
@@ -172,8 +182,8 @@ class _Reading:
         """
         numel, ranks = sum(shard.values.numel() for shard in shards), group.size()
         shares = [share(numel, ranks, rank) for rank in range(ranks)]
-        length = exchanged_numel(numel, ranks, memory.itemsize)
-        sent, received = memory[:length], memory[length : 2 * length]
+        length = exchanged_numel(numel, ranks, memory[0].itemsize)
+        read_here, sent, received = (part[:length] for part in memory)
 
         def pieces(rank: int, first: int, values: Tensor) -> Iterator[tuple[Shard, Tensor]]:
             begin, end = shares[rank]
@@ -185,10 +195,12 @@ class _Reading:
 
         for first in range(0, -(-numel // ranks), length):
             try:
-                for piece, place in pieces(group.rank(), first, sent) if failure is None else ():
-                    place.copy_(self._read(piece))
+                for piece, place in pieces(group.rank(), first, read_here) if failure is None else ():
+                    self._read(piece, place)
             except (ConfigError, OSError) as error:
                 failure = error
+            if not sent.is_cpu:
+                sent.copy_(read_here)
             # Not gathered: gloo would take the memory of all pieces once more.
             for rank, (begin, end) in enumerate(shares):
                 count = min(length, end - begin - first)
@@ -204,16 +216,15 @@ class _Reading:
         """Return the dtype in which a step has a shard's tensor."""
         return self._reader.dtype(self._sources.get(shard.key, shard.key))
 
-    def _read(self, shard: Shard) -> Tensor:
-        """Return a shard's values in the dtype that is stored."""
-        key, shape = self._sources.get(shard.key, shard.key), tuple(shard.values.shape)
-        rows = self._reader.index.tensors[key].shape[0] - shard.start[0] if shard.is_padded else None
-        if rows is None or rows >= shape[0]:
-            return self._reader.read(key, shard.start, shape)
-        values = torch.zeros(shape, dtype=self._reader.dtype(key))
-        if rows > 0:
-            values[:rows] = self._reader.read(key, shard.start, (rows, *shape[1:]))
-        return values
+    def _read(self, shard: Shard, values: Tensor) -> None:
+        """Read a shard into host memory of its shape and of the dtype that is stored."""
+        key = self._sources.get(shard.key, shard.key)
+        if shard.is_padded:
+            rows = max(self._reader.index.tensors[key].shape[0] - shard.start[0], 0)
+            values[rows:] = 0
+            values = values[:rows]
+        if values.numel():
+            self._reader.read(key, shard.start, tuple(values.shape), values)
 
     def _put(self, shard: Shard, stored: Tensor) -> None:
         values = stored.to(shard.dtype)

@@ -202,13 +202,12 @@ def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:
             outcome = _READ if same_device else _ABSENT
         except UntrustedError:
             outcome = _REFUSED
-    worst = torch.tensor(outcome, device=platform.device())
-    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MIN)
-    if worst.item() == _REFUSED:
+    worst = min(all_gather_object(outcome))
+    if worst == _REFUSED:
         raise ConfigError(
             f"{path.parent}: refused, random states may be damaged or harmful; --no-load-rng does without them"
         )
-    if worst.item() == _READ and state is not None:
+    if worst == _READ and state is not None:
         random_state.restore(state)
         return []
     iteration = source.state["iteration"]

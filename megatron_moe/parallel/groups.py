@@ -107,9 +107,10 @@ def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroups:
             if backend == "nccl":
                 prepare_nccl(timeout, fault_folder)
             _init_distributed(backend, timeout)
+        _make_host_group(collective_timeout(run, dist.get_backend()))
         # Ranks that were not given the same flags would hang in collectives, or mix fp16 with bf16.
         runs: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(runs, flatten(run))
+        dist.all_gather_object(runs, flatten(run), group=host_group())
         for rank, other in enumerate(runs):
             differing = [name for name in other if other[name] != runs[0][name]]
             if differing:
@@ -119,7 +120,8 @@ def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroups:
                 )
                 raise ConfigError(f"all ranks need the same flags: {shown}; start every node with the same command")
         built = _build(run)
-        _connections.update(_sockets().keys() - sockets_before)
+        if dist.get_backend() == "gloo":
+            _connections.update(_sockets().keys() - sockets_before)
         return built
     except BaseException:
         numerics.restore()
@@ -152,7 +154,6 @@ def fake_world(run: Run, rank: int, world_size: int) -> ProcessGroups:
 
 def _build(run: Run) -> ProcessGroups:
     layout, timeout = run.parallel, collective_timeout(run, dist.get_backend())
-    _make_host_group(timeout)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
@@ -184,6 +185,7 @@ def _make_host_group(timeout: timedelta) -> None:
     """
     if dist.get_backend() != "nccl" or _host_groups:
         return
+    sockets_before = _sockets().keys()
     try:
         _host_groups.append(dist.new_group(backend="gloo", timeout=timeout))
     except RuntimeError as error:
@@ -191,6 +193,7 @@ def _make_host_group(timeout: timedelta) -> None:
             f"gloo, by which the ranks exchange what is in host memory, does not connect them: {error}; set "
             "GLOO_SOCKET_IFNAME to the network interface that all nodes share"
         ) from error
+    _connections.update(_sockets().keys() - sockets_before)
 
 
 def _ranks_with_tables(run: Run, ranks: Sequence[int], *_: Any) -> list[int]:
@@ -293,7 +296,6 @@ def abort_collectives() -> None:
     if dist.get_backend() == "nccl":
         for group in list(c10d._world.pg_map):
             group.abort()
-        return
     store_port = int(os.environ.get("MASTER_PORT", "0"))
     for name, descriptor in _sockets().items():
         if name in _connections:
@@ -303,7 +305,7 @@ def abort_collectives() -> None:
 
 
 _connections: set[str] = set()
-"""Names of the sockets that were opened while groups were built."""
+"""Names of the sockets that were opened while gloo's groups were built."""
 
 
 def _sockets() -> dict[str, int]:

@@ -233,19 +233,20 @@ def _most(of_rank: dict[int, int], gpus_per_node: int) -> dict[str, Any]:
 
 def _loading(run: Run, trace: RankTrace, device: bool, host: bool) -> int:
     """Return what a load takes besides the state, on the device, in host memory, or in both where they are one."""
-    exchanged: Counter[tuple[int, int]] = Counter()  # elements, by the number of ranks that hold the same and by width
-    alone = 0  # bytes of one kind of state that a rank reads by itself
+    exchanged: Counter[tuple[bool, int, int]] = Counter()  # elements of all that a group's ranks hold in one width
+    alone = 0  # bytes of the largest tensor that a rank reads by itself
     for part in (*trace.buffers, *trace.units):
         if isinstance(part, Buffer) and len(part.ranks) > 1:
-            exchanged[len(part.ranks), part.parameter_bytes] += part.used
+            exchanged[part.expert, len(part.ranks), part.parameter_bytes] += part.used
             if run.derived.zero_stage == 0:
-                exchanged[len(part.ranks), _FP32] += _state_bytes(run, part, part.used, part.matrices) // _FP32
+                state = _state_bytes(run, part, part.used, part.matrices) + run.derived.average_bytes(part.used)
+                exchanged[part.expert, len(part.ranks), _FP32] += state // _FP32
                 continue
-        alone += _FP32 * _written(run, part)[0]
+        alone = max(alone, _FP32 * min(part.largest_weight, _written(run, part)[0]))
     most = host * min(alone, dist.PIECE_BYTES)
-    for (ranks, width), numel in exchanged.items():
-        piece = dist.exchanged_numel(numel, ranks, width) * width
-        most = max(most, (2 * device + host) * piece)  # what is sent, what is received, and what is read
+    copies = 2 * device or host  # what is sent and what is received; what is read, where that is not what is sent
+    for (_, ranks, width), numel in exchanged.items():
+        most = max(most, copies * dist.exchanged_numel(numel, ranks, width) * width)
     return most + device * _unpacked_bytes(run, trace)
 
 

@@ -23,9 +23,19 @@ def test_one_expert_is_read_without_the_others(tmp_path, monkeypatch):
     experts = torch.randn(8, 2, 6, 4)
     reader = StepReader(make_step(tmp_path, 50, tensors={"x": experts}))  # in two parts of four experts
     read, counts = StepReader._bytes, []
-    monkeypatch.setattr(StepReader, "_bytes", lambda *args: counts.append(args[3]) or read(*args))
+    monkeypatch.setattr(StepReader, "_bytes", lambda *args: counts.append(args[3].nbytes) or read(*args))
     assert torch.equal(reader.read("x", (5, 0, 0, 0), (1, 2, 6, 4)), experts[5:6])
     assert counts == [experts[5].nbytes]
+
+
+@pytest.mark.parametrize("box", [slice(1, 7), slice(0, 8)])
+def test_a_box_of_several_parts_is_read_into_the_memory_that_is_given(tmp_path, box):
+    tensors = {"x": torch.randn(8, 3, 4), "y": torch.randn(4, 8).t()}
+    reader = StepReader(make_step(tmp_path, 50, tensors=tensors))
+    for name, start, shape in (("x", (box.start, 0, 1), (box.stop - box.start, 3, 2)), ("y", (box.start, 1), (1, 2))):
+        expected = tensors[name][tuple(slice(first, first + length) for first, length in zip(start, shape))]
+        given = torch.full((*shape, 2), torch.nan)[..., 0].contiguous()
+        assert reader.read(name, start, shape, given) is given and torch.equal(given, expected)
 
 
 def test_a_part_with_strides_of_its_own_is_read_too(tmp_path):
