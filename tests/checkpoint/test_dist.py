@@ -153,7 +153,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP4, ZeRO 3": {"bf16": True, "data_parallel_sharding_strategy": "optim_grads_params"},
     "DP2 x EP2, packed state": {**DISTRIBUTED, "expert_model_parallel_size": 2, "use_precision_aware_optimizer": True},
 }
-PIECE = 4096
+AT_ONCE = {"DP4, ZeRO 1", "DP4, whole state"}
+"""Layouts in which one piece is all that a rank reads of a group's tensors."""
 
 
 class HostBytes(LiveBytes):
@@ -224,7 +225,8 @@ def carried(flags: dict[str, Any], piece: int) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", rows(LAYOUTS, test=["DP4, ZeRO 1", "DP2 x EP2, whole state"]))
 def test_each_rank_writes_and_reads_its_share_in_the_memory_that_is_planned(gloo, tmp_path, monkeypatch, layout):
     flags = {**LAYOUTS[layout], "save": str(tmp_path), "load": str(tmp_path), "no_load_rng": True}
-    found = gloo.run(4, carried, flags=flags, piece=PIECE)
+    piece = 2**25 if layout in AT_ONCE else 4096
+    found = gloo.run(4, carried, flags=flags, piece=piece)
     for carry in ("written", "read"):
         for kind in ("weights", "optimizer"):
             sizes = [rank[carry][kind] for rank in found]
@@ -232,7 +234,7 @@ def test_each_rank_writes_and_reads_its_share_in_the_memory_that_is_planned(gloo
             # No byte is on two ranks: all of them together carry a step.
             assert sum(sizes) == pytest.approx(sum(rank["written"][kind] for rank in found), rel=0.1)
     stepped_trainer.require_same_bits([rank["before"] for rank in found], [rank["after"] for rank in found])
-    monkeypatch.setattr("megatron_moe.checkpoint.dist.PIECE_BYTES", PIECE)
+    monkeypatch.setattr("megatron_moe.checkpoint.dist.PIECE_BYTES", piece)
     run = build({**stepped_trainer.TINY, **stepped_trainer.STORED, **flags})
     traces = trace_ranks(run, 4, run.derived.padded_vocab_size(100), device="cpu", imbalance=1.0)
     plan = loading_memory(run, traces, Machine(device="cpu"))
