@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from megatron_moe.config.schema import Run
 
-MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess")
-"""Megatron-LM's names: the attention half of a layer; the other half of a dense layer; that of a layer with experts;
-its router; what prepares its dispatch, which is captured within `moe` alone."""
 
-Obstacle = tuple[tuple[str, ...], str]
-"""The settings in the way, and why, with what to do."""
+class Obstacle(NamedTuple):
+    """The settings that stand in the way of a capture, and why they do, with what to do."""
+
+    fields: tuple[str, ...]
+    reason: str
 
 
 def captured_modules(run: Run) -> tuple[str, ...]:
-    """Return the modules of `--cuda-graph-modules`; without the flag all that the model has and nothing forbids.
+    """Return the modules that a run captures: those of `--cuda-graph-modules`, or all without an obstacle.
 
     A router within a captured `moe` is not captured by itself.
     """
@@ -28,7 +30,11 @@ def captured_modules(run: Run) -> tuple[str, ...]:
 
 
 def existing_modules(run: Run) -> tuple[str, ...]:
-    """Return the modules that some layer has, and that can be captured by themselves."""
+    """Return Megatron-LM's names of what the model has and a graph may hold.
+
+    attn: a layer's attention, with its norm and residual sum. mlp and moe: the same of a dense MLP and of experts.
+    moe_router: the router alone.
+    """
     found = ["attn"]
     pattern = run.derived.moe_layer_pattern
     if not all(pattern):
@@ -38,45 +44,70 @@ def existing_modules(run: Run) -> tuple[str, ...]:
     return tuple(found)
 
 
+_RECOMPUTED = {
+    "attn": ("core_attn", "layernorm", "mla_up_proj"),
+    "mlp": ("mlp", "layernorm"),
+    "moe": ("moe", "moe_act", "shared_experts", "layernorm"),
+    "moe_router": ("moe",),
+}
+"""Modules of `--recompute-modules` that are within a module, or that hold it."""
+
+
 def obstacle(run: Run, module: str) -> Obstacle | None:
-    """Return what in a run stands in the way of capturing a module, None if nothing does."""
-    recomputed = {
-        "attn": ("core_attn", "layernorm", "mla_up_proj"),
-        "mlp": ("mlp", "layernorm"),
-        "moe": ("moe", "moe_act", "shared_experts", "layernorm"),
-        "moe_router": ("moe",),
-    }
-    inside = [name for name in recomputed.get(module, ()) if name in run.derived.recomputed_modules]
-    if inside:
-        return ("recompute_modules",), f"{inside[0]} is recomputed around or within it; recompute other modules"
+    """Return what stands in the way of capturing an existing module, None if nothing does."""
+    for name in ("tensor_model_parallel_size", "context_parallel_size"):
+        if getattr(run.parallel, name) > 1:
+            return Obstacle((name,), "exchanges between ranks are not captured; use 1")
+    if run.derived.zero_stage >= 2:
+        field = "use_torch_fsdp2" if run.parallel.use_torch_fsdp2 else "data_parallel_sharding_strategy"
+        return Obstacle((field,), "weights and gradients move from pass to pass; use ZeRO stage 1")
+    if run.moe.overlap_moe_expert_parallel_comm:
+        return Obstacle(
+            ("overlap_moe_expert_parallel_comm",), "that schedule runs layers in parts; drop one of the two"
+        )
+    if run.training.fine_grained_activation_offloading:
+        return Obstacle(
+            ("fine_grained_activation_offloading",), "a graph's activations stay where they are; drop one of the two"
+        )
+    if run.training.recompute_granularity == "full":
+        return Obstacle(("recompute_granularity",), "whole layers are recomputed around it; use selective")
+    for name in _RECOMPUTED[module]:
+        if name in run.derived.recomputed_modules:
+            return Obstacle(("recompute_modules",), f"{name} is recomputed within it or around it; drop one of the two")
     if module == "attn" and run.model.attention_dropout:
-        return ("attention_dropout",), "it draws from a random stream that a graph cannot switch to; use 0"
+        return Obstacle(("attention_dropout",), "it draws from a random stream that no graph can switch to; use 0")
     if module in ("attn", "mlp") and run.model.transformer_impl != "local":
-        return ("transformer_impl",), "Transformer Engine's modules are not captured; use --transformer-impl local"
+        return Obstacle(("transformer_impl",), "Transformer Engine's modules are not captured; use local")
     if module != "moe_router" and run.precision.fp8_format is not None:
-        return ("fp8_format",), "products in FP8 are not captured; drop --fp8-format, or use moe_router"
-    return _obstacle_of_routing(run, module) if module in ("moe", "moe_router") else None
-
-
-def _obstacle_of_routing(run: Run, module: str) -> Obstacle | None:
-    """Return what stands in the way of capturing what a router decides, or a whole layer with experts."""
-    moe = run.moe
-    if "sinkhorn" in moe.moe_router_load_balancing_type:
-        return ("moe_router_load_balancing_type",), "the host decides when its iteration ends; use another balance"
-    if "global_aux_loss" in moe.moe_router_load_balancing_type:
-        return ("moe_router_load_balancing_type",), "ranks exchange counts for global_aux_loss; use seq_aux_loss"
+        return Obstacle(("fp8_format",), "products in FP8 are not captured; drop one of the two")
     if module == "moe_router":
-        return None
+        return _obstacle_of_routing(run)
+    return (_obstacle_of_routing(run) or _obstacle_of_experts(run)) if module == "moe" else None
+
+
+def _obstacle_of_routing(run: Run) -> Obstacle | None:
+    kinds = run.moe.moe_router_load_balancing_type
+    if "sinkhorn" in kinds:
+        return Obstacle(("moe_router_load_balancing_type",), "the host ends the iteration; use aux_loss, say")
+    if "global_aux_loss" in kinds:
+        return Obstacle(
+            ("moe_router_load_balancing_type",), "ranks may exchange counts within the router; use seq_aux_loss, say"
+        )
+    return None
+
+
+def _obstacle_of_experts(run: Run) -> Obstacle | None:
+    moe = run.moe
     if run.parallel.expert_model_parallel_size > 1:
-        return (
-            ("expert_model_parallel_size",),
-            "the host has to know how many rows travel, of each pass anew; use moe_router, or"
-            " --expert-model-parallel-size 1",
+        return Obstacle(
+            ("expert_model_parallel_size",), "the host has to know how many rows of a pass travel; use moe_router"
         )
     if moe.moe_expert_capacity_factor is not None:
-        return ("moe_expert_capacity_factor",), "the host has to know how many rows are kept; use moe_router"
+        return Obstacle(
+            ("moe_expert_capacity_factor",), "the host has to know how many rows of a pass are kept; use moe_router"
+        )
     if moe.moe_expert_backend != "grouped_mm":
-        return ("moe_expert_backend",), "its products read counts on the host; use grouped_mm, or moe_router"
+        return Obstacle(("moe_expert_backend",), "it reads counts on the host; use grouped_mm, or moe_router")
     if moe.moe_shared_expert_overlap:
-        return ("moe_shared_expert_overlap",), "its stream is not captured; drop one of the two, or use moe_router"
+        return Obstacle(("moe_shared_expert_overlap",), "that stream is not captured; drop one of the two")
     return None

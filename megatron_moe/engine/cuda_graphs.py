@@ -37,13 +37,18 @@ class Graph(Protocol):
         """Execute the operations."""
 
 
+_MARK = "grad_added_to_main_grad"
+"""Of a parameter: the engine's fused product has added the gradient to its sum, and the hook is not to."""
+
 NewGraph = Callable[[Hashable], Graph]
 """The name of a memory pool -> a graph whose memory is of that pool."""
 
 
 class TorchGraphs:
-    """Torch's graphs, a `NewGraph`. Graphs of one pool are replayed in the order of their capture, and not beside
-    one another: one may write where another that was captured before it had freed its memory."""
+    """Torch's graphs, a `NewGraph`.
+
+    A graph may write where one of its pool that was captured before it had freed its memory.
+    """
 
     def __init__(self) -> None:
         self._pools: dict[Hashable, Any] = defaultdict(torch.cuda.graph_pool_handle)
@@ -139,6 +144,8 @@ class GraphedCall:
         before_replay: called before each pass, with each of the modules: waits for weights that are gathered.
         beside_replay: does on the host what the function does there; called with the first tensor.
         allowed: whether graphs may be replayed at present.
+        copies: whether results and gradients of inputs are copies. What is sent to another stage of a pipeline has to
+            be one: nobody waits for the end of a send before the slot's next pass.
     """
 
     def __init__(
@@ -150,10 +157,12 @@ class GraphedCall:
         before_replay: Callable[[torch.nn.Module], None] | None = None,
         beside_replay: Callable[[Tensor], None] | None = None,
         allowed: Callable[[], bool] = lambda: True,
+        copies: bool = False,
     ) -> None:
         self._graphs, self._function, self._pool = graphs, function, pool
         self._modules = [part for module in modules for part in module.modules()]
         self._before_replay, self._beside_replay, self._allowed = before_replay, beside_replay, allowed
+        self._copies = copies
         self._slots: list[_Slot] = []
         self._captured: Any = None
 
@@ -176,7 +185,7 @@ class GraphedCall:
             self._slots.append(slot)
         elif self._beside_replay is not None:  # a capture has run the function's Python
             self._beside_replay(tensors[0])
-        return tree_unflatten(_Replay.apply(slot, len(tensors), *tensors, *slot.parameters), slot.form)
+        return tree_unflatten(_Replay.apply(slot, self._copies, len(tensors), *tensors, *slot.parameters), slot.form)
 
     def _can_replay(self) -> bool:
         return (
@@ -190,14 +199,13 @@ class GraphedCall:
     def _capture(self, leaves: list[Any], form: Any) -> _Slot:
         """Capture a pass with arguments like these. Hooks of the engine's DistributedDataParallel do not run in it."""
         pool = (self._pool, len(self._slots))
-        own = [one.detach().clone().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one for one in leaves]
+        own = [_fixed_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inputs = [one for one in own if isinstance(one, Tensor)]
         parameters = list(dict.fromkeys(p for part in self._modules for p in part.parameters(recurse=False)))
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        before = [getattr(parameter, "grad_added_to_main_grad", False) for parameter in parameters]
         args, kwargs = tree_unflatten(own, form)
         forward, backward = self._graphs.new_graph(pool), self._graphs.new_graph(pool)
-        with _engine_captures():
+        with _engine_captures(), _marks_of(parameters) as added:
             with forward.recording():
                 outputs, form = tree_flatten(self._function(*args, **kwargs))
             differentiable = [one for one in outputs if isinstance(one, Tensor) and one.requires_grad]
@@ -208,11 +216,6 @@ class GraphedCall:
                 grads = torch.autograd.grad(differentiable, wanted, output_grads, retain_graph=True, allow_unused=True)
         found = dict(zip(map(id, wanted), grads))
         used = [parameter for parameter in parameters if found[id(parameter)] is not None]
-        added = []
-        for parameter, earlier in zip(parameters, before):
-            if getattr(parameter, "grad_added_to_main_grad", False) and not earlier:
-                added.append(parameter)
-                parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         return _Slot(
             inputs=inputs,
             outputs=outputs,
@@ -227,6 +230,10 @@ class GraphedCall:
         )
 
 
+def _fixed_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 @contextmanager
 def _engine_captures() -> Iterator[None]:
     """Tell the engine's hooks that a graph is captured; in all releases they then do nothing."""
@@ -237,17 +244,31 @@ def _engine_captures() -> Iterator[None]:
         engine_graphs._set_capture_end()
 
 
+@contextmanager
+def _marks_of(parameters: Sequence[Any]) -> Iterator[list[torch.nn.Parameter]]:
+    """Yield a list that has, after the block, the parameters that the engine's products marked in it; unmark them."""
+    added: list[torch.nn.Parameter] = []
+    before = [getattr(parameter, _MARK, False) for parameter in parameters]
+    for parameter in parameters:
+        setattr(parameter, _MARK, False)
+    yield added
+    for parameter, earlier in zip(parameters, before):
+        if getattr(parameter, _MARK):
+            added.append(parameter)
+        setattr(parameter, _MARK, earlier)
+
+
 class _Replay(torch.autograd.Function):
     """One pass through a slot. Parameters are inputs, so that autograd takes their gradients and runs their hooks."""
 
     @staticmethod
-    def forward(ctx: AutogradContext, slot: _Slot, count: int, *tensors: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: AutogradContext, slot: _Slot, copies: bool, count: int, *tensors: Tensor) -> tuple[Any, ...]:
         slot.busy = True
         slot.fill(tensors[:count])
         slot.forward.replay()
-        ctx.slot = slot
+        ctx.slot, ctx.copies = slot, copies
         ctx.set_materialize_grads(False)
-        results = tuple(one.detach() if isinstance(one, Tensor) else one for one in slot.outputs)
+        results = tuple(_given_out(one, copies) if isinstance(one, Tensor) else one for one in slot.outputs)
         fixed = [new for new, one in zip(results, slot.outputs) if isinstance(one, Tensor) and not one.requires_grad]
         ctx.mark_non_differentiable(*fixed)
         return results
@@ -263,6 +284,10 @@ class _Replay(torch.autograd.Function):
         slot.backward.replay()
         slot.busy = False
         for parameter in slot.added:
-            parameter.grad_added_to_main_grad = True
-        own = [None if grad is None else grad.detach() for grad in (*slot.input_grads, *slot.parameter_grads)]
-        return None, None, *own
+            setattr(parameter, _MARK, True)
+        of_inputs = [None if grad is None else _given_out(grad, ctx.copies) for grad in slot.input_grads]
+        return None, None, None, *of_inputs, *(grad.detach() for grad in slot.parameter_grads)
+
+
+def _given_out(tensor: Tensor, as_copy: bool) -> Tensor:
+    return tensor.detach().clone() if as_copy else tensor.detach()

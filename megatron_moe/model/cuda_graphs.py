@@ -16,9 +16,7 @@ from megatron_moe.engine.layers import TransformerLayer
 from megatron_moe.moe.layer import MoELayer
 
 
-def replay_graphs(
-    run: Run, model: Sequence[torch.nn.Module], new_graph: NewGraph | None = None
-) -> CudaGraphs | None:
+def replay_graphs(run: Run, model: Sequence[torch.nn.Module], new_graph: NewGraph | None = None) -> CudaGraphs | None:
     """Let the layers of a wrapped model replay graphs, from now on, in the steps that the result announces.
 
     Args:
@@ -37,9 +35,12 @@ def replay_graphs(
         wrapper: Any = chunk
         # A replay runs no module's hooks, of which this one waits for weights.
         wait = wrapper._make_forward_pre_hook() if wrapper.ddp_config.overlap_param_gather else None
-        for layer in chunk.modules():
-            if isinstance(layer, TransformerLayer):
-                _replay_parts(layer, names, partial(GraphedCall, graphs, pool=pool, before_replay=wait))
+        layers = [layer for layer in chunk.modules() if isinstance(layer, TransformerLayer)]
+        for layer in layers:
+            # What the stage sends comes from its first or its last layer.
+            sends = run.parallel.pipeline_model_parallel_size > 1 and layer in (layers[0], layers[-1])
+            graphed = partial(GraphedCall, graphs, pool=pool, before_replay=wait, copies=sends)
+            _replay_parts(layer, names, graphed)
     return graphs
 
 
@@ -58,4 +59,5 @@ def _replay_parts(layer: Any, names: Sequence[str], graphed: Any) -> None:
         layer._forward_mlp = graphed(layer._forward_mlp, second_half, **routing)
     if "moe_router" in names:
         # Its hooks run: a router is called as a module.
-        router.forward = graphed(router.forward, [router], **routing | {"before_replay": None})
+        routing["before_replay"] = None
+        router.forward = graphed(router.forward, [router], **routing)  # type: ignore[method-assign]

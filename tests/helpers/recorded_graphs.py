@@ -19,7 +19,7 @@ class RecordedGraph(TorchDispatchMode):
     def __init__(self, pool: Hashable) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
-        self.replays = 0
+        self.replays, self.pool = 0, pool
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage] | None] = {}  # None: made here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
