@@ -63,3 +63,9 @@ def test_a_call_replays_after_the_warm_up_and_captures_for_each_pass_in_flight_a
         call(inputs[0])
     call(inputs[0])
     assert len(made) == 8
+    sending = GraphedCall(graphs, module, [module], "pool", copies=True)
+    with graphs.step():
+        sent = [sending(x)[0] for x in inputs[:1]]
+        sent[0].sum().backward()
+        sending(inputs[1])
+    assert len(made) == 10 and sent[0].tolist() == (inputs[0] * module.weight).tolist()

@@ -54,7 +54,7 @@ def trained(flags: dict[str, Any], graphs: bool) -> dict[str, Any]:
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "three parts": (1, {**PARTS, "mtp_num_layers": 1}),
-    "whole layers": (1, {"moe_shared_expert_intermediate_size": 32, "calculate_per_token_loss": True}),
+    "whole layers, losses per token": (1, {"calculate_per_token_loss": True, "eod_mask_loss": True}),
     "a skipped step": (1, {**PARTS, **SKIPPING}),
     "dropout and jitter": (1, {**PARTS, "hidden_dropout": 0.1, "moe_input_jitter_eps": 0.1}),
     "capacity": (1, {"moe_expert_capacity_factor": 1.0}),
