@@ -10,9 +10,11 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.config import rules
+from megatron_moe.config.cuda_graphs import Obstacle, captured_modules, existing_modules, obstacle
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.latent_exchange import exchange_cost
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
+from megatron_moe.config.rules.rule import spelled
 from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.engine import defects
 from megatron_moe.io.texts import listed
@@ -72,6 +74,7 @@ def report_start(trainer: Trainer) -> None:
         *_sharding_notes(run, ranks.world_size),
         *_overlap_notes(run, ranks.world_size),
         *_expert_notes(trainer),
+        *_graph_notes(run),
         *kernels,
         *defects.start_lines(defects.engine_version()),
     ):
@@ -120,6 +123,24 @@ _FP8_FORMS = {
     "scaled": "by torch's scaled product",
     "te": "by Transformer Engine",
 }
+
+
+def _graph_notes(run: Run) -> list[str]:
+    """Say what is captured in CUDA graphs, and what is not though no flag leaves it out."""
+    if run.training.cuda_graph_impl == "none":
+        return []
+    if not platform.has_cuda():
+        return ["--cuda-graph-impl local has no effect here: without a CUDA device there are no graphs"]
+    notes, steps = [], run.training.cuda_graph_warmup_steps
+    if captured := captured_modules(run):
+        notes.append(f"CUDA graphs of {', '.join(captured)}, after {steps} steps. This was not verified on hardware")
+    left_out: dict[Obstacle, list[str]] = {}
+    for module in existing_modules(run) if run.training.cuda_graph_modules is None else ():
+        if (found := obstacle(run, module)) is not None:
+            left_out.setdefault(found, []).append(module)
+    for found, modules in left_out.items():
+        notes.append(f"no CUDA graph of {', '.join(modules)}: {spelled(run, found.fields[0])}: {found.reason}")
+    return notes
 
 
 def _sharding_notes(run: Run, world_size: int) -> list[str]:

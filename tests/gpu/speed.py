@@ -12,11 +12,13 @@ import torch
 from benchmarks.contestants import Bound, engine_config, ours
 from benchmarks.problem import Problem, Shape, make_problem, oracle, relative_error
 from megatron_moe import platform
+from megatron_moe.model.cuda_graphs import replay_graphs
 from megatron_moe.moe.dispatch import copy_rows, sum_copies
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import TorchProduct
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
 from megatron_moe.moe.layer import MoELayer
+from megatron_moe.parallel import groups
 from tests.gpu.operators import error_of, one_rank
 from tests.gpu.stage import Stage, milliseconds
 from tests.helpers.errors import worst
@@ -77,6 +79,8 @@ def waits(stage: Stage) -> None:
         else:
             with stage.attempt("the layer as a CUDA graph"):
                 _captured(stage, layer, shape)
+    with stage.attempt("steps that replay CUDA graphs"):
+        _graphs_in_steps(stage)
     with stage.attempt("host syncs per step"):
         _step_waits(stage)
 
@@ -121,6 +125,36 @@ def _captured(stage: Stage, layer: Any, shape: tuple[int, ...]) -> None:
     stage.holds("token counts of a replay", torch.equal(replayed[2], eager[2]), f"{replayed[2]}, not {eager[2]}")
     eager_ms, graph_ms = (milliseconds(stage, lambda _, call=call: call(), 20) for call in (pass_, graph.replay))
     stage.figure("time of the layer, eager and as a graph", eager_ms=eager_ms, graph_ms=graph_ms)
+
+
+def _graphs_in_steps(stage: Stage) -> None:
+    """Train a model with graphs of three parts, of whole layers, and without: the same bits, and the time of a step."""
+    from tests.helpers.recorded_graphs import RecordedGraph
+    from tests.helpers.stepped_trainer import Trainer  # which needs pytest
+
+    found, times = {}, {}
+    layers = (
+        {} if stage.dry else {"hidden_size": 1024, "moe_ffn_hidden_size": 512, "num_experts": 32, "seq_length": 1024}
+    )
+    balance = {"moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.01,)}
+    parts = {"no": None, "parts": ("attn", "mlp", "moe_router"), "layers": ("attn", "mlp", "moe")}
+    for name, modules in parts.items():
+        captured = {"cuda_graph_impl": "none" if modules is None else "local", "cuda_graph_modules": modules}
+        trainer = Trainer(
+            {"bf16": True, "hidden_dropout": 0.1, "cuda_graph_warmup_steps": 1, **layers, **balance, **captured}
+        )
+        graphs = replay_graphs(trainer.run, trainer.model, RecordedGraph if stage.dry else None)
+        # Otherwise the embedding's gradient is added up in any order.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        steps = [trainer.step(graphs=graphs) for _ in range(4)]
+        torch.use_deterministic_algorithms(False)
+        found[name] = [(repr(one.loss), repr(one.grad_norm), one.expert_bias_hash) for one in steps]
+        repeats = 1 if stage.dry else 8
+        times[name] = milliseconds(stage, lambda _, one=trainer, its=graphs: one.step(graphs=its), repeats, 0)
+        groups.destroy()
+    for name in ("parts", "layers"):
+        stage.holds(f"steps that replay CUDA graphs of {name}", found[name] == found["no"], f"{found}")
+    stage.figure("time of a step, without graphs and with them", **{f"{name}_ms": ms for name, ms in times.items()})
 
 
 def _step_waits(stage: Stage) -> None:
