@@ -447,8 +447,12 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) 
             key += (one.dtype, one.data_ptr() % 16)
         elif type(one) is int:  # what Triton may specialise for, and the type by which it is passed
             key.append((one % 16 == 0) + 2 * (one == 1) + 4 * (-(2**31) <= one < 2**31))
-        else:
-            key.append(type(one))
+        elif type(one) is float:
+            key.append(float)
+        else:  # a tensor described, of which the kernel is specialised for the dtype
+            if one.base.is_meta:
+                return
+            key.append(one.base.dtype)
     known = _compiled.get(tuple(key))
     if known is not None:
         known[0][(*grid, 1, 1)[:3]](*arguments, *known[1])
