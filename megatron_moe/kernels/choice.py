@@ -363,6 +363,7 @@ KERNELS = {
     "add_up_rows": Kernels("triton_dispatch.add_up_rows"),
     "choose_experts": Kernels("triton_routing.choose_experts"),
     "count_tokens": Kernels("triton_routing.count_tokens"),
+    "cut_into_tiles": Kernels("triton_fp8.cut_into_tiles"),
     "expert_weights": Kernels("triton_routing.expert_weights"),
     "expert_weights_backward": Kernels("triton_routing.expert_weights_backward"),
     "gradient_of_tile": Kernels("triton_loss.gradient_of_tile"),

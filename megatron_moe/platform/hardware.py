@@ -218,6 +218,7 @@ def available_memory_bytes() -> int:
 
 
 _FP8_CAPABILITY, _FP8_CUDA = 9, (12, 9)
+_FP8_KERNELS = (9, 10)
 
 
 def why_no_fp8_products() -> str | None:
@@ -233,6 +234,16 @@ def why_no_fp8_products() -> str | None:
     version = torch.version.cuda or "0.0"
     if tuple(int(part) for part in version.split(".")[:2]) < _FP8_CUDA:
         return f"this torch was built for CUDA {version}, and cuBLAS has FP8 in tiles of 128 from CUDA 12.9 on"
+    return None
+
+
+def why_no_fp8_kernels() -> str | None:
+    """Return why our Triton kernels of products in FP8 do not run here; None where they do: on Hopper and Blackwell."""
+    if not has_streams():
+        return "there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device())
+    if major not in _FP8_KERNELS:
+        return f"the device's compute capability is {major}.{minor}, and the kernels of FP8 are for 9.x and 10.x"
     return None
 
 

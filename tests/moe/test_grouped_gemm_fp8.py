@@ -116,6 +116,8 @@ def assert_close(found: Tensor, exact: Tensor, sizes: Tensor) -> None:
         ("e4m3", torch.float32, "scaled", 1),
         ("hybrid", torch.bfloat16, "scaled", 0),
         ("hybrid", torch.float32, "emulated", 1),
+        ("e4m3", torch.float32, "triton", 0),
+        ("hybrid", torch.float32, "triton", 1),
     ],
 )
 def test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles(fp8_format, dtype, form, number, monkeypatch):
@@ -140,7 +142,31 @@ def test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles(fp8_fo
         assert_close(weights.grad[expert], wanted[2].flatten(0, 1), sizes[2])
 
 
-@pytest.mark.parametrize("form", ["emulated", "scaled"])
+@pytest.mark.parametrize("form", ["emulated", "triton"])
+def test_gradients_of_weights_are_added_to_their_fp32_sums_unrounded(form):
+    """Without rows there is nothing to add, and to a weight without a sum the gradient is handed on."""
+    rows, weights, offsets, grad = case(1, 136, 144, torch.bfloat16)
+    fp8.Fp8Product(fp8.E4M3, 1, form)(rows, weights, offsets).backward(grad)
+    alone, weights.grad = weights.grad, None
+    kernel = fp8.Fp8Product(fp8.E4M3, 1, form, fused=True)
+    kernel(rows, weights, offsets).backward(grad)
+    assert torch.equal(weights.grad, alone)
+    before, weights.grad = randn(*weights.shape, seed=6), None
+    weights.main_grad = before.clone()
+    kernel(rows, weights, offsets).backward(grad)
+    assert weights.grad.is_sparse and torch.equal(weights.main_grad[1], before[1])
+    added = weights.main_grad.double() - before.double()
+    assert not torch.equal(added.bfloat16().double(), added)
+    # the interpreter cuts bf16 off
+    assert ((added - alone.double()).abs() <= 2**-7 * alone.double().abs() + 1e-6 * before.double().abs() + 1e-4).all()
+
+
+def test_the_scaled_product_adds_to_no_sum():
+    with pytest.raises(ConfigError, match="--gradient-accumulation-fusion, --fp8-format hybrid: .*scaled"):
+        fp8.fp8_products("hybrid", "scaled", fused=True)
+
+
+@pytest.mark.parametrize("form", ["emulated", "scaled", "triton"])
 def test_a_linear_layer_is_one_expert_with_all_rows(form, monkeypatch):
     """Next to a second expert without rows, the rows get places, and the products are those of groups."""
     calls, found = scaled_product_stub.install(monkeypatch), []
@@ -203,13 +229,21 @@ def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format):
     ("capability", "cuda", "reason"),
     [((9, 0), "12.9", None), ((8, 0), "13.0", "8.0"), ((10, 0), "13.0", "10.0"), ((9, 0), "12.8", "CUDA 12.8")],
 )
-def test_hopper_alone_has_the_scaled_product(capability, cuda, reason, monkeypatch):
+def test_hopper_and_blackwell_have_kernels_and_hopper_alone_has_the_scaled_product(
+    capability, cuda, reason, monkeypatch
+):
     assert "no CUDA device" in str(platform.why_no_fp8_products()) and fp8.fp8_form() == "emulated"
     for name, found in (("has_streams", True), ("device", torch.device("cpu"))):
         monkeypatch.setattr(hardware, name, lambda found=found: found)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(fp8, "why_no_triton", lambda: None)
+    assert fp8.fp8_form() == ("triton" if capability[0] > 8 else "emulated")
+    monkeypatch.setitem(env_vars.chosen, env_vars.KERNELS, "torch")
     assert fp8.fp8_form() == ("scaled" if reason is None else "emulated")
+    monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "triton")
+    with pytest.raises(ConfigError, match=f"{env_vars.FP8}=triton: {env_vars.KERNELS}=torch"):
+        fp8.fp8_form()
     monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "scaled")
     if reason is not None:
         with pytest.raises(ConfigError, match=reason):
