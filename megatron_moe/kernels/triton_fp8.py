@@ -319,8 +319,8 @@ def multiply(
     height, experts, depth = numbers.shape[0], offsets.shape[0], blocks.shape[-1]
     down, sizes = tiles_of_rows(height, experts), _sizes(numbers)
     results = numbers.new_empty((height, parts * width), dtype=result)
-    operands = (scales, _described(numbers.view(height, depth), TILE))
-    operands += (_described(blocks.view(-1, depth), sizes["WIDE"]), block_scales, offsets, results)
+    left, right = _described(numbers.view(height, depth), TILE), _described(blocks.view(-1, depth), sizes["WIDE"])
+    operands = (scales, left, right, block_scales, offsets, results)
     constants = {"DEPTH": depth, "WIDTH": width, "PARTS": parts, "EXPERTS": power_of_2(experts), **sizes}
     pairs = blocks_of(parts * blocks_of(width, TILE) * TILE, 2 * sizes["WIDE"])
     launch(_multiply, (down * pairs,), *operands, height, experts, down, **constants)

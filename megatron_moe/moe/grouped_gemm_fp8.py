@@ -29,8 +29,8 @@ becomes zeros.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -146,9 +146,14 @@ class TokenTiles:
 
 
 class _Emulated:
-    """The three products by the emulation. Rows are [R, in], matrices [e, P, out, in], gradients [R, P x out]."""
+    """The three products by the emulation. Rows are [R, in], matrices [e, P, out, in], gradients [R, P x out].
 
-    def __init__(self, offsets: Tensor, num_rows: int) -> None:
+    Args:
+        offsets: see `GroupedLinear`. num_rows: R.
+        weights: what the matrices are views of.
+    """
+
+    def __init__(self, offsets: Tensor, num_rows: int, weights: Tensor) -> None:
         self.offsets, self.num_rows = offsets, num_rows
 
     def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
@@ -180,37 +185,67 @@ class _Emulated:
         return rows @ matrices[0] if len(matrices) == 1 else F.grouped_mm(rows, matrices, offs=self.offsets)
 
 
+_kept: dict[tuple[int, bool], tuple[Tensor, tuple[Tensor, Tensor]]] | None = None
+"""Weights and their blocks, by the weight's id and whether they are turned; None: blocks are not kept."""
+
+
+@contextmanager
+def blocks_kept(kept: bool) -> Iterator[None]:
+    """Let Triton's kernels cut a weight into blocks once within the block, which changes none, if `kept`.
+
+    The micro-batches of a step share them: they take 2 bytes for each number of a weight, forward and backward, where
+    cutting them each time takes as long as a quarter of the product.
+    """
+    global _kept
+    _kept = {} if kept else None
+    try:
+        yield
+    finally:
+        _kept = None
+
+
 @cache
-def _triton_fp8() -> Any:
+def triton_fp8() -> Any:
+    """Return the module of Triton's kernels, which is loaded where they compute."""
     return importlib.import_module("megatron_moe.kernels.triton_fp8")
 
 
 class _ByTriton:
-    """The three products by our kernels, which read the offsets on the device. Shapes are those of `_Emulated`."""
+    """The three products by our kernels, which read the offsets on the device. Arguments are those of `_Emulated`."""
 
-    def __init__(self, offsets: Tensor, num_rows: int) -> None:
-        self.offsets, self.kernels = offsets, _triton_fp8()
+    def __init__(self, offsets: Tensor, num_rows: int, weights: Tensor) -> None:
+        self.offsets, self.weights, self.kernels = offsets, weights, triton_fp8()
 
     def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """See `_Emulated.results`."""
-        cut, blocks = self.kernels.cut_rows(rows.unsqueeze(1), E4M3), self.kernels.cut_matrices(matrices)
-        return self.kernels.multiply(cut, blocks, self.offsets, matrices.shape[1:3], rows.dtype)
+        cut = self.kernels.cut_rows(rows.unsqueeze(1), E4M3)
+        return self.kernels.multiply(cut, self._blocks(matrices), self.offsets, matrices.shape[1:3], rows.dtype)
 
     def grad_rows(self, grad: Tensor, matrices: Tensor, dtype: torch.dtype) -> Tensor:
         """See `_Emulated.grad_rows`."""
         cut = self.kernels.cut_rows(grad.unflatten(1, matrices.shape[1:3]), dtype)
-        blocks = self.kernels.cut_matrices(matrices, turned=True)
+        blocks = self._blocks(matrices, turned=True)
         return self.kernels.multiply(cut, blocks, self.offsets, (1, matrices.shape[3]), grad.dtype)
 
     def grad_matrices(self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """See `_Emulated.grad_matrices`."""
-        found = rows.new_empty((shape[0], grad.shape[1], rows.shape[1]))
+        found = rows.new_empty((self.offsets.shape[0], grad.shape[1], rows.shape[1]))
         self._multiply_columns(found, grad, rows, dtype, add=False)
         return found.view(shape)
 
     def add_grad_matrices(self, total: Tensor, grad: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
         """See `_Emulated.add_grad_matrices`."""
         self._multiply_columns(total, grad, rows, dtype, add=True)
+
+    def _blocks(self, matrices: Tensor, turned: bool = False) -> tuple[Tensor, Tensor]:
+        # A graph cuts what its weights will be when it runs.
+        kept = isinstance(self.weights, torch.nn.Parameter) and not torch.cuda.is_current_stream_capturing()
+        if _kept is None or not kept:
+            return self.kernels.cut_matrices(matrices, turned)
+        key = id(self.weights), turned
+        if key not in _kept:
+            _kept[key] = self.weights, self.kernels.cut_matrices(matrices, turned)
+        return _kept[key][1]
 
     def _multiply_columns(self, found: Tensor, grad: Tensor, rows: Tensor, dtype: torch.dtype, add: bool) -> None:
         left = self.kernels.cut_columns(grad, self.offsets, dtype)
@@ -257,10 +292,10 @@ class PaddedGroups:
 class _Scaled:
     """The three products by torch's scaled product, one for each expert with rows.
 
-    Shapes are those of `_Emulated`; the offsets are on the host.
+    Arguments are those of `_Emulated`; the offsets are on the host.
     """
 
-    def __init__(self, offsets: Tensor, num_rows: int) -> None:
+    def __init__(self, offsets: Tensor, num_rows: int, weights: Tensor) -> None:
         self.groups = PaddedGroups(offsets)
 
     def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
@@ -361,7 +396,7 @@ class _GroupedFp8(torch.autograd.Function):
         matrices = product.matrices_of(weights)
         if rows.shape[0] == 0:  # no token chose an expert of this rank; the kernels refuse empty operands
             return rows.new_zeros((0, matrices.shape[1] * matrices.shape[2]))
-        return _FORMS[product.form](offsets, rows.shape[0]).results(rows, matrices)
+        return _FORMS[product.form](offsets, rows.shape[0], weights).results(rows, matrices)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -371,7 +406,7 @@ class _GroupedFp8(torch.autograd.Function):
         if rows.shape[0] == 0:
             return torch.zeros_like(rows), torch.zeros_like(weights), None, None
         product: Fp8Product = ctx.product
-        products = _FORMS[product.form](offsets, rows.shape[0])
+        products = _FORMS[product.form](offsets, rows.shape[0], ctx.parameter)
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
             grad_rows = products.grad_rows(grad, product.matrices_of(weights), product.gradients)
@@ -380,9 +415,8 @@ class _GroupedFp8(torch.autograd.Function):
             if total is None or isinstance(products, _Scaled):
                 grad_weights = products.grad_matrices(grad, rows, weights.shape, product.gradients)
             else:
-                products.add_grad_matrices(
-                    total.view(*total.shape[:1], -1, total.shape[-1]), grad, rows, product.gradients
-                )
+                total = total.view(offsets.shape[0], -1, total.shape[-1])
+                products.add_grad_matrices(total, grad, rows, product.gradients)
                 grad_weights = no_gradient(weights)
         return grad_rows, grad_weights, None, None
 
@@ -414,15 +448,16 @@ class Fp8Product:
         return _GroupedFp8.apply(rows, weights, offsets, self)
 
     def matrices_of(self, weights: Tensor) -> Tensor:
-        """Return stacked weights [e, ..., in] as the matrices of each expert, [e, P, out, in]."""
-        return weights.flatten(1, -2).unflatten(1, (self.matrices, -1))
+        """Return stacked weights [e, ..., in], or a layer's [out, in], as the matrices of experts, [e, P, out, in]."""
+        stack = weights.unsqueeze(0) if weights.dim() == 2 else weights.flatten(1, -2)
+        return stack.unflatten(1, (self.matrices, -1))
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x weight^T of a linear layer, [..., in] and [out, in] -> [..., out], as one expert with all rows."""
         rows = x.flatten(0, -2)
         device = "cpu" if self.form == "scaled" else x.device
         offsets = torch.full((1,), rows.shape[0], dtype=torch.int32, device=device)
-        return self(rows, weight.unsqueeze(0), offsets).unflatten(0, x.shape[:-1])
+        return self(rows, weight, offsets).unflatten(0, x.shape[:-1])
 
 
 def fp8_form() -> str:

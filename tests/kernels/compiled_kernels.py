@@ -42,7 +42,6 @@ def launched(architecture: int) -> dict[str, tuple[Any, tuple[Any, ...], dict[st
     import torch
 
     from megatron_moe.kernels import triton_fp8
-
     from megatron_moe.kernels.choice import launches_seen_by
     from megatron_moe.parallel.collectives import room_for_rows, weights_behind
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.kernels.choice import launches_seen_by
 from megatron_moe.model.build import build_model
 from megatron_moe.moe import grouped_gemm_fp8 as fp8
 from megatron_moe.moe.experts import GroupedExperts
@@ -252,3 +253,21 @@ def test_hopper_and_blackwell_have_kernels_and_hopper_alone_has_the_scaled_produ
             fp8.fp8_form()
     monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "emulated")
     assert fp8.fp8_form() == "emulated"
+
+
+def test_a_weight_is_cut_once_for_the_micro_batches_of_a_step():
+    kernel, launched, found = fp8.Fp8Product(fp8.E4M3, 1, "triton"), [], []
+    weight = torch.nn.Parameter(randn(136, 144, seed=10))
+    x = randn(130, 144, seed=9).requires_grad_()
+    with launches_seen_by(lambda kernel, *_: launched.append(kernel.fn.__name__)):
+        for kept in (False, True):
+            with fp8.blocks_kept(kept):
+                for _ in range(3):
+                    y = kernel.linear(x, weight)
+                    found.append((y.detach(), *torch.autograd.grad(y.sum(), (x, weight))))
+            assert launched.count("_cut_blocks") == (2 if kept else 6)
+            launched.clear()
+        assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one, strict=True))
+        with torch.no_grad():
+            weight.mul_(2)  # between steps
+        assert torch.equal(kernel.linear(x, weight), 2 * found[0][0])
