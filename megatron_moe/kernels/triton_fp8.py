@@ -113,12 +113,12 @@ def _cut_columns(
         tl.store(scales + tile.to(tl.int64) * width + column, scale, mask=column < width)
 
 
-def _interpreted() -> bool:
-    return not isinstance(_multiply, triton.JITFunction)
+def _interpreted(numbers: Tensor) -> bool:
+    return not isinstance(_multiply, triton.JITFunction) and not numbers.is_meta
 
 
 def _room(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float32 if _interpreted() else dtype)
+    return like.new_empty(shape, dtype=torch.float32 if _interpreted(like) else dtype)
 
 
 def _limits(dtype: torch.dtype) -> tuple[float, float]:
@@ -300,7 +300,7 @@ def _sizes(values: Tensor) -> dict[str, int]:
 
 def _described(numbers: Tensor, high: int) -> TensorDescriptor:
     """Return numbers [M, K] as TMA reads them, in tiles of `high` x 128; in fp32 in the interpreter."""
-    return TensorDescriptor.from_tensor(numbers.float() if _interpreted() else numbers, [high, TILE])
+    return TensorDescriptor.from_tensor(numbers.float() if _interpreted(numbers) else numbers, [high, TILE])
 
 
 def multiply(

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.kernels.choice import has_kernel, why_no_triton
+from megatron_moe.kernels.choice import has_kernel, takes_kernels, why_no_triton
 from megatron_moe.moe.grouped_gemm import TransformerEngineProduct, main_grad_of, no_gradient
 from megatron_moe.platform import env_vars
 from megatron_moe.platform.numerics import unaffected_by_autocast
@@ -239,8 +239,8 @@ class _ByTriton:
 
     def _blocks(self, matrices: Tensor, turned: bool = False) -> tuple[Tensor, Tensor]:
         # A graph cuts what its weights will be when it runs.
-        kept = isinstance(self.weights, torch.nn.Parameter) and not torch.cuda.is_current_stream_capturing()
-        if _kept is None or not kept:
+        captured = matrices.is_cuda and torch.cuda.is_current_stream_capturing()
+        if _kept is None or captured or not isinstance(self.weights, torch.nn.Parameter):
             return self.kernels.cut_matrices(matrices, turned)
         key = id(self.weights), turned
         if key not in _kept:
@@ -469,7 +469,7 @@ def fp8_form() -> str:
         ConfigError: the variable asks for a form that is not here.
     """
     way = env_vars.chosen[env_vars.FP8]
-    reasons = {"triton": _why_not_by_triton(), "scaled": platform.why_no_fp8_products()}
+    reasons = {"triton": why_not_by_triton(), "scaled": platform.why_no_fp8_products()}
     if reasons.get(way) is not None:
         raise ConfigError(f"{env_vars.FP8}={way}: {reasons[way]}; leave it unset, or set it to emulated")
     if way != "auto":
@@ -477,10 +477,12 @@ def fp8_form() -> str:
     return next((form for form, why in reasons.items() if why is None), "emulated")
 
 
-def _why_not_by_triton() -> str | None:
-    if env_vars.chosen[env_vars.KERNELS] == "torch":
-        return f"{env_vars.KERNELS}=torch"
-    return platform.why_no_fp8_kernels() or why_no_triton()
+def why_not_by_triton() -> str | None:
+    """Return why Triton's kernels do not multiply in FP8 here; None where they do."""
+    why = platform.why_no_fp8_kernels() or why_no_triton()
+    if why is None and not takes_kernels(torch.empty(0, device=platform.device())):
+        why = f"{env_vars.KERNELS}={env_vars.chosen[env_vars.KERNELS]}: torch's operations compute"
+    return why
 
 
 def fp8_products(fp8_format: str, form: str | None = None, fused: bool = False) -> tuple[Fp8Product, Fp8Product]:

@@ -18,7 +18,15 @@ from megatron_moe.model.mla import rotated
 from megatron_moe.model.norm import RMSNorm
 from megatron_moe.moe import dispatch, experts
 from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
-from megatron_moe.moe.grouped_gemm_fp8 import E4M3, E5M2, TILE, Tiles, TransformerEngineFp8, triton_fp8
+from megatron_moe.moe.grouped_gemm_fp8 import (
+    E4M3,
+    E5M2,
+    TILE,
+    Tiles,
+    TransformerEngineFp8,
+    triton_fp8,
+    why_not_by_triton,
+)
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_products as kernels_of
 from megatron_moe.parallel import groups
 from tests.gpu.stage import Stage
@@ -176,7 +184,7 @@ def fp8_products(stage: Stage, size: int) -> None:
     width, out = 128 * size, 128
     inputs = {"experts": [1, 0, 37, 128 * size, 3, 200], "a linear layer": [130 * size]}
     why, no_te = platform.why_no_fp8_products(), platform.why_no_transformer_engine()
-    no_kernels = platform.why_no_fp8_kernels()
+    no_kernels = why_not_by_triton()
     if no_kernels is None:
         _tiles(stage, size)
     else:

@@ -15,7 +15,7 @@ from megatron_moe import platform
 from megatron_moe.moe.dispatch import copy_rows, sum_copies
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import TorchProduct
-from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
+from megatron_moe.moe.grouped_gemm_fp8 import fp8_products, why_not_by_triton
 from megatron_moe.moe.layer import MoELayer
 from tests.gpu.operators import error_of, one_rank
 from tests.gpu.stage import Stage, milliseconds
@@ -161,7 +161,7 @@ def benchmark(stage: Stage) -> None:
                 stage.impossible(name, "no time is left")
             else:
                 for fp8_format, forms in ((None, ""), ("e4m3", ", FP8")):
-                    if fp8_format is None or (name == next(iter(SHAPES)) and platform.why_no_fp8_kernels() is None):
+                    if fp8_format is None or (name == next(iter(SHAPES)) and why_not_by_triton() is None):
                         with stage.attempt(name + forms):
                             _layer_times(stage, name + forms, shape, figures, fp8_format)
                         torch.cuda.empty_cache()
@@ -245,7 +245,7 @@ def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dic
     }
     flops_of_product, ends = calls["grouped product"][2], offsets.cpu()
     for form, why, read in (
-        ("triton", platform.why_no_fp8_kernels(), offsets),
+        ("triton", why_not_by_triton(), offsets),
         ("scaled", platform.why_no_fp8_products(), ends),
     ):
         if why is None:
