@@ -27,6 +27,9 @@ _TILE = tl.constexpr(TILE)
 _FIRST_CAPABILITY = (8, 9)  # of a GPU with conversions to FP8
 
 
+Cut = tuple[Tensor, Tensor]
+"""Numbers in FP8, and their scales in fp32."""
+
 # ---- Numbers in tiles.
 
 
@@ -113,6 +116,31 @@ def _cut_columns(
         tl.store(scales + tile.to(tl.int64) * width + column, scale, mask=column < width)
 
 
+@triton.jit(do_not_specialize=["height"])
+def _cut_both(
+    values, numbers, scales, turned, turned_scales, offsets, height, width, parts, across, experts, places,
+    largest, smallest, EXPERTS: tl.constexpr
+):  # fmt: skip
+    tile, block = tl.program_id(0), tl.program_id(1)
+    _, first, end = _tile_of(offsets, tile, experts, EXPERTS)
+    if first < end:
+        row, inside = first + tl.arange(0, _TILE), block % across * _TILE + tl.arange(0, _TILE)
+        column = block // across * width + inside
+        own_rows, own_columns = (row < end)[:, None], (inside < width)[None, :]
+        place = row.to(tl.int64)[:, None] * (parts * width) + column[None, :]
+        exact = tl.load(values + place, mask=own_rows & own_columns, other=0.0).to(tl.float32)
+        scale = _scale_of(tl.max(_magnitudes(exact), axis=1), largest, smallest)
+        found = tl.div_rn(exact, tl.broadcast_to(scale[:, None], exact.shape)).to(numbers.dtype.element_ty)
+        place = (row.to(tl.int64) * parts + block // across)[:, None] * (across * _TILE) + inside[None, :]
+        tl.store(numbers + place, found, mask=own_rows)
+        tl.store(scales + block.to(tl.int64) * height + row, scale, mask=row < end)
+        scale = _scale_of(tl.max(_magnitudes(exact), axis=0), largest, smallest)
+        found = tl.div_rn(exact, tl.broadcast_to(scale[None, :], exact.shape)).to(numbers.dtype.element_ty)
+        place = column.to(tl.int64)[None, :] * places + tile * _TILE + tl.arange(0, _TILE)[:, None]
+        tl.store(turned + place, found, mask=own_columns)
+        tl.store(turned_scales + tile.to(tl.int64) * (parts * width) + column, scale, mask=inside < width)
+
+
 def _interpreted(numbers: Tensor) -> bool:
     return not isinstance(_multiply, triton.JITFunction) and not numbers.is_meta
 
@@ -138,7 +166,7 @@ def cut_into_tiles(values: Tensor, high: int, wide: int, dtype: torch.dtype) -> 
     return NotImplemented
 
 
-def cut_rows(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cut_rows(values: Tensor, dtype: torch.dtype) -> Cut:
     """Return numbers [R, P, N'] and scales [P x N' / 128, R] of values [R, P, N], in tiles of 1 x 128."""
     height, parts, width = values.shape
     across = blocks_of(width, TILE)
@@ -150,7 +178,7 @@ def cut_rows(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return numbers.to(dtype), scales
 
 
-def cut_matrices(values: Tensor, turned: bool = False) -> tuple[Tensor, Tensor]:
+def cut_matrices(values: Tensor, turned: bool = False) -> Cut:
     """Return numbers and scales of matrices [e, P, M, N] in blocks of 128 x 128, in e4m3.
 
     [e, P, M', N'] and [e, P, M' / 128, N' / 128]; turned: [e, N', P x M'] and [e, N' / 128, P x M' / 128].
@@ -171,7 +199,7 @@ def tiles_of_rows(num_rows: int, experts: int) -> int:
     return num_rows // TILE + experts
 
 
-def cut_columns(values: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cut_columns(values: Tensor, offsets: Tensor, dtype: torch.dtype) -> Cut:
     """Return numbers [N, places] and scales [places / 128, N] of rows [R, N] in tiles of 128 rows of one expert."""
     width, experts = values.shape[1], offsets.shape[0]
     tiles = tiles_of_rows(values.shape[0], experts)
@@ -182,6 +210,20 @@ def cut_columns(values: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Te
     operands = (values.contiguous(), numbers, scales, offsets)
     launch(_cut_columns, (tiles, blocks_of(width, 64)), *operands, *sizes, **constants)
     return numbers.to(dtype), scales
+
+
+def cut_both(values: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Cut, Cut]:
+    """Return what `cut_rows` returns of values [R, P, N], and `cut_columns` of the same rows [R, P x N], read once."""
+    (height, parts, width), experts = values.shape, offsets.shape[0]
+    across, tiles = blocks_of(width, TILE), tiles_of_rows(height, experts)
+    numbers = _room(values, (height, parts, across * TILE), dtype)
+    scales = values.new_empty((parts * across, height), dtype=torch.float32)
+    turned = _room(values, (parts * width, tiles * TILE), dtype)
+    turned_scales = values.new_empty((tiles, parts * width), dtype=torch.float32)
+    operands = (values.contiguous(), numbers, scales, turned, turned_scales, offsets)
+    sizes = (height, width, parts, across, experts, tiles * TILE, *_limits(dtype))
+    launch(_cut_both, (tiles, parts * across), *operands, *sizes, EXPERTS=power_of_2(experts), num_warps=16)
+    return (numbers.to(dtype), scales), (turned.to(dtype), turned_scales)
 
 
 # ---- Products of groups of rows.
@@ -303,9 +345,7 @@ def _described(numbers: Tensor, high: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(numbers.float() if _interpreted(numbers) else numbers, [high, TILE])
 
 
-def multiply(
-    rows: tuple[Tensor, Tensor], matrices: tuple[Tensor, Tensor], offsets: Tensor, shape: tuple[int, int], result: Any
-) -> Tensor:
+def multiply(rows: Cut, matrices: Cut, offsets: Tensor, shape: tuple[int, int], result: Any) -> Tensor:
     """Return rows times the transpose of their expert's matrices, [R, P x N] in the dtype `result`.
 
     Args:
@@ -327,9 +367,7 @@ def multiply(
     return results
 
 
-def multiply_columns(
-    left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], offsets: Tensor, results: Tensor, add: bool
-) -> None:
+def multiply_columns(left: Cut, right: Cut, offsets: Tensor, results: Tensor, add: bool) -> None:
     """Write left_e^T right_e of each expert e to `results` [e, M, N], or add it in fp32.
 
     left, right: numbers and scales of `cut_columns`, of rows [R, M] and [R, N].

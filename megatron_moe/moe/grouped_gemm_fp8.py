@@ -215,6 +215,7 @@ class _ByTriton:
 
     def __init__(self, offsets: Tensor, num_rows: int, weights: Tensor) -> None:
         self.offsets, self.weights, self.kernels = offsets, weights, triton_fp8()
+        self._columns: tuple[Tensor, Any] | None = None
 
     def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """See `_Emulated.results`."""
@@ -223,7 +224,12 @@ class _ByTriton:
 
     def grad_rows(self, grad: Tensor, matrices: Tensor, dtype: torch.dtype) -> Tensor:
         """See `_Emulated.grad_rows`."""
-        cut = self.kernels.cut_rows(grad.unflatten(1, matrices.shape[1:3]), dtype)
+        rows = grad.unflatten(1, matrices.shape[1:3])
+        if self.weights.requires_grad:  # `grad_matrices` follows
+            cut, columns = self.kernels.cut_both(rows, self.offsets, dtype)
+            self._columns = grad, columns
+        else:
+            cut = self.kernels.cut_rows(rows, dtype)
         blocks = self._blocks(matrices, turned=True)
         return self.kernels.multiply(cut, blocks, self.offsets, (1, matrices.shape[3]), grad.dtype)
 
@@ -248,7 +254,9 @@ class _ByTriton:
         return _kept[key][1]
 
     def _multiply_columns(self, found: Tensor, grad: Tensor, rows: Tensor, dtype: torch.dtype, add: bool) -> None:
-        left = self.kernels.cut_columns(grad, self.offsets, dtype)
+        kept, left = self._columns or (None, None)
+        if kept is not grad:
+            left = self.kernels.cut_columns(grad, self.offsets, dtype)
         right = self.kernels.cut_columns(rows, self.offsets, E4M3)
         self.kernels.multiply_columns(left, right, self.offsets, found, add)
 

@@ -84,8 +84,8 @@ def launched(architecture: int) -> dict[str, tuple[Any, tuple[Any, ...], dict[st
             e4m3, rows = torch.float8_e4m3fn, bf16(32768, 7168)
             matrices = fused.cut_matrices(bf16(32, 2, 2048, 7168))
             fused.multiply(fused.cut_rows(rows.unsqueeze(1), e4m3), matrices, ends, (2, 2048), torch.bfloat16)
-            columns = (fused.cut_columns(one, ends, e4m3) for one in (bf16(32768, 4096), rows))
-            fused.multiply_columns(*columns, ends, fp32(32, 4096, 7168), True)
+            _, columns = fused.cut_both(bf16(32768, 2, 2048), ends, e4m3)
+            fused.multiply_columns(columns, fused.cut_columns(rows, ends, e4m3), ends, fp32(32, 4096, 7168), True)
     return found
 
 

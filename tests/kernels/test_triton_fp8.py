@@ -40,6 +40,15 @@ def assert_same_bits(found: tuple[Tensor, Tensor], numbers: Tensor, scales: Tens
         assert torch.equal(one.nan_to_num(0.5).view(torch.int32), other.nan_to_num(0.5).view(torch.int32))
 
 
+def test_blocks_of_weights_have_the_bits_of_torchs_form(fused: Any) -> None:
+    stacks = values(3, 2, 136, 200)
+    numbers, scales = fp8.cut_into_tiles.eager(stacks, 128, 128, fp8.E4M3)  # type: ignore[attr-defined]
+    assert_same_bits(fused.cut_matrices(stacks), numbers, scales)
+    assert_same_bits(fused.cut_into_tiles(stacks, 128, 128, fp8.E4M3), numbers, scales)
+    turned = (one.flatten(1, 2).mT for one in (numbers, scales))
+    assert_same_bits(fused.cut_matrices(stacks, turned=True), *turned)
+
+
 @pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2])
 def test_tiles_have_the_bits_of_torchs_form(fused: Any, dtype: torch.dtype) -> None:
     cut = fp8.cut_into_tiles.eager  # type: ignore[attr-defined]
@@ -48,23 +57,17 @@ def test_tiles_have_the_bits_of_torchs_form(fused: Any, dtype: torch.dtype) -> N
     assert numbers.isnan().any() and scales.isinf().any()
     assert_same_bits(fused.cut_rows(rows, dtype), numbers, scales.flatten(1).t())
     assert_same_bits(fused.cut_into_tiles(rows, 1, 128, dtype), numbers, scales)
-    if dtype == fp8.E4M3:
-        stacks = values(3, 2, 136, 200)
-        numbers, scales = cut(stacks, 128, 128, dtype)
-        assert_same_bits(fused.cut_matrices(stacks), numbers, scales)
-        assert_same_bits(fused.cut_into_tiles(stacks, 128, 128, dtype), numbers, scales)
-        turned = (one.flatten(1, 2).mT for one in (numbers, scales))
-        assert_same_bits(fused.cut_matrices(stacks, turned=True), *turned)
+    both = fused.cut_both(rows, OFFSETS, dtype)
+    assert_same_bits(both[0], numbers, scales.flatten(1).t())
     rows = rows[:, 0].contiguous()
-    columns, of_columns = fused.cut_columns(rows, OFFSETS, dtype)
-    assert columns.shape == (200, (sum(COUNTS) // 128 + len(COUNTS)) * 128)
-    tile = 0  # each expert's rows begin at a tile, with zeros behind them
-    for expert in rows.split(COUNTS):
-        numbers, scales = cut(expert, 128, 1, dtype)
-        tiles = len(scales)
-        here = (columns[:, tile * 128 : (tile + tiles) * 128].t(), of_columns[tile : tile + tiles])
-        assert_same_bits(here, numbers, scales)
-        tile += tiles
+    for columns, of_columns in (fused.cut_columns(rows, OFFSETS, dtype), (both[1][0][:200], both[1][1][:, :200])):
+        assert columns.shape == (200, (sum(COUNTS) // 128 + len(COUNTS)) * 128)
+        tile = 0  # each expert's rows begin at a tile, with zeros behind them
+        for expert in rows.split(COUNTS):
+            numbers, scales = cut(expert, 128, 1, dtype)
+            end = tile + len(scales)
+            assert_same_bits((columns[:, tile * 128 : end * 128].t(), of_columns[tile:end]), numbers, scales)
+            tile = end
 
 
 def test_what_is_not_finite_spoils_its_own_rows_and_columns_alone(fused: Any) -> None:
