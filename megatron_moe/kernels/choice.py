@@ -374,6 +374,7 @@ KERNELS = {
     "add_up_rows": Kernels("triton_dispatch.add_up_rows"),
     "choose_experts": Kernels("triton_routing.choose_experts"),
     "count_tokens": Kernels("triton_routing.count_tokens"),
+    "cut_into_tiles": Kernels("triton_fp8.cut_into_tiles"),
     "expert_weights": Kernels("triton_routing.expert_weights"),
     "expert_weights_backward": Kernels("triton_routing.expert_weights_backward"),
     "gradient_of_tile": Kernels("triton_loss.gradient_of_tile"),
@@ -474,10 +475,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
             key.append((one % 16 == 0) + 2 * (one == 1) + 4 * (-(2**31) <= one < 2**31))
         elif kind is float:
             key.append(kind)
-        else:
+        elif isinstance(one, Tensor):
             key.append(one.dtype)
             one = one.data_ptr()
             key.append(one % 16 == 0)
+        else:  # a tensor described, of which the kernel is specialised for the dtype
+            key.append(one.base.dtype)
         passed.append(one)
     known = _compiled.get(tuple(key))
     if known is not None:

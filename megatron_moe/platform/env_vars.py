@@ -23,7 +23,7 @@ _VALUES = {
     HALF_PRODUCTS: ("auto", "native", "fp32"),
     KERNELS: ("auto", "triton", "torch"),
     CPU_KERNELS: ("auto", "c", "torch"),
-    FP8: ("auto", "scaled", "emulated"),
+    FP8: ("auto", "triton", "scaled", "emulated"),
 }
 
 chosen = dict.fromkeys(_VALUES, "auto")

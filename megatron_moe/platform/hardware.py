@@ -218,6 +218,7 @@ def available_memory_bytes() -> int:
 
 
 _FP8_CAPABILITY, _FP8_CUDA = 9, (12, 9)
+_FP8_KERNELS = (9, 10)
 
 
 def why_no_fp8_products() -> str | None:
@@ -246,6 +247,16 @@ def has_grouped_kernel(dtype: torch.dtype) -> bool:
     group after a copy of the offsets to the host, which waits for them.
     """
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device())[0] in _GROUPED_MAJORS
+
+
+def why_no_fp8_kernels() -> str | None:
+    """Return why our Triton kernels of products in FP8 do not run here; None where they do: on Hopper and Blackwell."""
+    if not has_streams():
+        return "there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device())
+    if major not in _FP8_KERNELS:
+        return f"the device's compute capability is {major}.{minor}, and the kernels of FP8 are for 9.x and 10.x"
+    return None
 
 
 # ---- A CUDA stream next to the current one, for work that needs few results of others and hides behind their messages.

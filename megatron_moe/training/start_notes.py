@@ -120,6 +120,7 @@ def _precision_notes(run: Run) -> list[str]:
 _FP8_FORMS = {
     "emulated": "emulated: operands are rounded to FP8 and multiplied in fp32, which shows what FP8 does to the loss "
     "and is slower than bf16",
+    "triton": "by Triton's kernels",
     "scaled": "by torch's scaled product",
     "te": "by Transformer Engine",
 }

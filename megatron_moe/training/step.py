@@ -41,6 +41,7 @@ from megatron_moe.engine.schedules import (
 from megatron_moe.model.attention import measured_attentions
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.model.loss import loss_func
+from megatron_moe.moe.grouped_gemm_fp8 import blocks_kept
 from megatron_moe.moe.router import RouterSnapshot
 from megatron_moe.optim.optimizer import additions, optimizer_tensors, shared_loss_scale
 from megatron_moe.optim.param_groups import Schedule
@@ -293,7 +294,9 @@ def run_micro_batches(
     """
     # The flags say in which dtype a run computes, an autocast around it does not; and the scale of the auxiliary losses
     # that the schedule sets is this step's, whatever was left in this process, and nobody's afterwards.
-    with without_autocast(platform.device().type), own_loss_scale(platform.device()):
+    # Weights in FP8 are shared by micro-batches; ZeRO stage 3 has no weight between its uses.
+    shared = num_micro_batches > 1 and not isinstance(model[0], FullyShardedDataParallel)
+    with without_autocast(platform.device().type), own_loss_scale(platform.device()), blocks_kept(shared):
         batches = prepare_global_batch(
             model,
             batches,
