@@ -40,7 +40,7 @@ from megatron_moe.precision.contract import PrecisionError, mixes_dtypes
 def _grouped_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
     if options.fp8_format is None:
         return GroupedExperts(config, options, groups)
-    gate_up, down = fp8_products(options.fp8_format)
+    gate_up, down = fp8_products(options.fp8_format, fused=bool(options.fuse_weight_gradients))
     return GroupedExperts(config, options, groups, down, down.form == "scaled", gate_up)
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron_moe.hf.importing import fill
 from megatron_moe.io.program import say
 from megatron_moe.kernels import choice
 from megatron_moe.model.build import build_model
+from megatron_moe.model.cuda_graphs import replay_graphs
 from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
 from megatron_moe.optim.weight_average import WeightAverage
 from megatron_moe.parallel import groups
@@ -158,7 +160,10 @@ def build_trainer(
         saved=saved,
         evaluation_pending=evaluation_pending,
         records=deque(resumed.get("records", []), maxlen=RECORDS_KEPT),
+        graphs=replay_graphs(run, built.trained.model),
     )
+    if saver is not None:
+        saver.moved = partial(trainer.at, "waiting for a checkpoint")
     folder = fault_folder(run)
     if ranks.watchdog is not None:
         ranks.watchdog.on_abort = reporter.on_abort
