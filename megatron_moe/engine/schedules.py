@@ -66,6 +66,19 @@ def without_loss_scale() -> AbstractContextManager[None]:
     return replaced([MoEAuxLossAutoScaler], main_loss_backward_scale=None)
 
 
+def own_loss_scale(device: torch.device) -> AbstractContextManager[None]:
+    """Return a block with a scale of auxiliary losses of its own, which is 1 until the schedule writes into it.
+
+    It is at the same address in all blocks of a process: captured graphs read it there.
+    """
+    return replaced([MoEAuxLossAutoScaler], main_loss_backward_scale=_loss_scale(device).fill_(1))
+
+
+@functools.cache
+def _loss_scale(device: torch.device) -> torch.Tensor:
+    return torch.ones(1, device=device)
+
+
 def groups_of_one_rank(rank: int) -> AbstractContextManager[None]:
     """Return a block in which `initialize_model_parallel` creates only the groups that a rank is in.
 

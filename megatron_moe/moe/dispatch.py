@@ -626,7 +626,6 @@ def micro_batches_among(expert_ranks: int, sharing_ranks: int) -> int:
 
 
 DISPATCHERS.register("allgather", AllGatherDispatcher)
-DISPATCHERS.register("alltoall", AllToAllDispatcher)
 
 
 def build_dispatcher(

@@ -46,8 +46,9 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             choices that were dispatched.
         local_dropped_per_expert: [E], the choices that were beyond the experts' capacity; None without a capacity.
 
-    local_num_tokens is an int64 [1], the tokens without padding that were counted. All counts are on the device and are
-    added to by operations on the device alone, so that a captured graph of the layer counts at each replay.
+    local_num_tokens is an int64 [1], the tokens without padding that were counted. These counts and the sums of the
+    auxiliary losses are on the device, in memory that stays where it is, so that a captured graph adds at each replay;
+    the limit of `step` is checked on the host, by `count_replay`. Observers are not called by a replay.
 
     The weight is [E, H] in the model's dtype; the gate's product and everything after it is in fp32 (or fp64).
     Under sequence parallelism each TP rank routes its own tokens, and the engine sums the weight's gradients.
@@ -124,6 +125,15 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             yield
         finally:
             self._observers.remove(observer)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether some function is called with the passes."""
+        return bool(self._observers)
+
+    def count_replay(self, hidden: Tensor) -> None:
+        """Count on the host what a replay of a captured graph does with hidden [..., H]; see `StepTokens.add`."""
+        self.step.add(hidden.numel() // hidden.shape[-1], where=f"layer {self.layer_number}")
 
     def gate(self, hidden: Tensor) -> Tensor:
         """Return the router logits [T, E] in the router's dtype, from [T, H] in the model's."""
@@ -220,9 +230,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             self.local_tokens_per_expert += kept.to(torch.float32)
             self.local_dropped_per_expert += (requested_by_expert - kept).to(torch.float32)
             self.local_num_tokens += decision.expert_ids.shape[0] if is_padding is None else (~is_padding).sum()
-        return (
-            decision if self.aux_losses is None else self.aux_losses.attach(routed, requested, self.step.global_batch)
-        )
+        return decision if self.aux_losses is None else self.aux_losses.attach(routed, requested)
 
 
 class Jitter:
@@ -265,7 +273,10 @@ def announce_global_batch(
         counted: what `counting_ahead` yielded; None if nothing was counted ahead.
     """
     for index, router in enumerate(routers(model_chunks)):
-        router.step.global_batch = replace(global_batch, tokens_per_expert=None if counted is None else counted[index])
+        announced = replace(global_batch, tokens_per_expert=None if counted is None else counted[index])
+        router.step.global_batch = announced
+        if router.aux_losses is not None:
+            router.aux_losses.announce(announced, router.weight.device)
 
 
 @contextmanager

@@ -137,10 +137,13 @@ def collective_timeout(run: Run, backend: str) -> timedelta:
     return timeout + NCCL_BEHIND_WATCHDOG if backend == "nccl" and run.faults.watchdog else timeout
 
 
-def fake_world(run: Run, rank: int, world_size: int) -> ProcessGroups:
+def fake_world(run: Run, rank: int, world_size: int, machine: int | None = None) -> ProcessGroups:
     """Build the groups of rank `rank` of `world_size` in this process alone, to lay out a run without running it.
 
     Collectives over these groups return immediately and move nothing. `destroy` removes the groups.
+
+    Args:
+        machine: what `ranks_of_machine` returns until then; None: what the launcher says.
 
     Raises:
         RuntimeError: there is a default process group already.
@@ -148,6 +151,8 @@ def fake_world(run: Run, rank: int, world_size: int) -> ProcessGroups:
     if dist.is_initialized():
         raise RuntimeError("a fake world needs a process that is in no process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    if machine is not None:
+        pretend_machines(machine)
     with groups_of_one_rank(rank):
         return _build(run)
 
@@ -225,13 +230,24 @@ _parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if ranks not in _parts:
+        before = _sockets().keys()
         _parts[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        _connections.update(_sockets().keys() - before)
     return _parts[ranks]
+
+
+_pretended: int | None = None
+
+
+def pretend_machines(ranks: int) -> None:
+    """Have `ranks_of_machine` return this number until `destroy`, also where one machine has all ranks."""
+    global _pretended
+    _pretended = ranks
 
 
 def ranks_of_machine() -> int:
     """Return how many ranks the launcher has started on this machine; all, where it does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return _pretended or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def neighbours(ranks: Sequence[int], machine: int) -> int:
@@ -325,7 +341,9 @@ def destroy(abort: bool = False) -> None:
         abort: whether to abort collectives that are still waiting for other ranks. Needed after an error, when the
             others may be gone: NCCL would wait for them, gloo does not.
     """
+    global _pretended
     numerics.restore()
+    _pretended = None
     _parts.clear()
     _host_groups.clear()
     _connections.clear()
@@ -351,6 +369,9 @@ def _init_distributed(backend: str, timeout: timedelta) -> None:
     """Create the default process group."""
     global _meetings
     if backend == "nccl":
+        # Without `device_id`, as in Megatron-LM. With it each `new_group` splits the world's communicator at once, for
+        # which every rank has to come: thousands of times in a large layout, and never for groups that their members
+        # make alone (`_group_of`), which would hang. A pipeline's sends and receives would share one communicator.
         torch.cuda.set_device(platform.device())
     if "WORLD_SIZE" in os.environ:
         with _watched_rendezvous():

@@ -79,7 +79,7 @@ def has_streams() -> bool:
 
 def on_cpu(tensor: Tensor) -> bool:
     """Return whether a CPU works on this tensor: it is there, or on the meta device without a CUDA device."""
-    return tensor.device.type == "cpu" or (tensor.is_meta and not has_cuda())
+    return tensor.is_cpu or (tensor.is_meta and not has_cuda())
 
 
 def local_rank() -> int:
@@ -218,6 +218,7 @@ def available_memory_bytes() -> int:
 
 
 _FP8_CAPABILITY, _FP8_CUDA = 9, (12, 9)
+_FP8_KERNELS = (9, 10)
 
 
 def why_no_fp8_products() -> str | None:
@@ -233,6 +234,28 @@ def why_no_fp8_products() -> str | None:
     version = torch.version.cuda or "0.0"
     if tuple(int(part) for part in version.split(".")[:2]) < _FP8_CUDA:
         return f"this torch was built for CUDA {version}, and cuBLAS has FP8 in tiles of 128 from CUDA 12.9 on"
+    return None
+
+
+_GROUPED_MAJORS = (9, 10)
+
+
+def has_grouped_kernel(dtype: torch.dtype) -> bool:
+    """Return whether torch's grouped product of this dtype is one kernel on this process's CUDA device.
+
+    Elsewhere, as on compute capability 8.x and 12.x (`_grouped_mm_cuda` of torch 2.9 to 2.13), it is a product for each
+    group after a copy of the offsets to the host, which waits for them.
+    """
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device())[0] in _GROUPED_MAJORS
+
+
+def why_no_fp8_kernels() -> str | None:
+    """Return why our Triton kernels of products in FP8 do not run here; None where they do: on Hopper and Blackwell."""
+    if not has_streams():
+        return "there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability(device())
+    if major not in _FP8_KERNELS:
+        return f"the device's compute capability is {major}.{minor}, and the kernels of FP8 are for 9.x and 10.x"
     return None
 
 

@@ -223,9 +223,12 @@ def full_products() -> Iterator[None]:
         _PRODUCTS.write(value)
 
 
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
 def is_autocast_on(device_type: str) -> bool:
     """Return whether operations on this type of device ("cpu", "cuda") are under autocast now; "meta" is not."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
 @contextmanager
@@ -247,7 +250,10 @@ def unaffected_by_autocast(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def run(ctx: AutogradContext, *args: Any) -> Any:
-        device_type = next(value.device.type for value in args if isinstance(value, Tensor))
+        for value in args:
+            if isinstance(value, Tensor):
+                break
+        device_type = value.device.type
         if not is_autocast_on(device_type):
             return function(ctx, *args)
         with without_autocast(device_type):

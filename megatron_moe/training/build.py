@@ -26,6 +26,7 @@ from megatron_moe.hf.importing import fill
 from megatron_moe.io.program import say
 from megatron_moe.kernels import choice
 from megatron_moe.model.build import build_model
+from megatron_moe.model.cuda_graphs import replay_graphs
 from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
 from megatron_moe.optim.weight_average import WeightAverage
 from megatron_moe.parallel import groups
@@ -158,6 +159,7 @@ def build_trainer(
         saved=saved,
         evaluation_pending=evaluation_pending,
         records=deque(resumed.get("records", []), maxlen=RECORDS_KEPT),
+        graphs=replay_graphs(run, built.trained.model),
     )
     folder = fault_folder(run)
     if ranks.watchdog is not None:

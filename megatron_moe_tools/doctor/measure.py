@@ -375,6 +375,8 @@ def measure(request: Request) -> dict[str, Any]:
     assert run.model.vocab_size is not None, "a request says how many tokens there are"
     try:
         pg_collection = groups.initialize(run)
+        if run.moe.moe_alltoall_by_node:
+            groups.pretend_machines(1)  # or no token would leave its node
         seed_everything(run)
         chunks = build_model(run, pg_collection, run.model.vocab_size, padded_vocab_size=request.padded_vocab_size)
         with torch.no_grad():

@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.moe import dispatch
+from megatron_moe.moe.dispatch_by_node import ByNodeDispatcher
 from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
+from megatron_moe.parallel.groups import pretend_machines
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
+from tests.helpers.rows import rows
 
-TOKENS, EXPERTS, TOPK = 11, 4, 2
+TOKENS, EXPERTS, TOPK = 11, 12, 3
 # hidden size, dtype, router's dtype, ETP, whether choices are dropped, whether the last rank gets no row
 CASES = {
     "bf16": (24, torch.bfloat16, torch.float32, 1, False, False),
@@ -46,8 +49,10 @@ class TwoExchanges(dispatch.AllToAllDispatcher):
             return super().arrange(arrived, plan)
 
 
-def exchanged(hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: int, drops: bool, nobody: bool) -> Any:
-    """Rows, weights and both gradients, as bytes: in one exchange and in two."""
+def exchanged(
+    hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: int, drops: bool, nobody: bool, machine: int = 1
+) -> Any:
+    """Rows, weights and both gradients, as bytes: in one exchange, in two, and over nodes of so many ranks."""
     world, rank = dist.group.WORLD, dist.get_rank()
     ep = world.size() // etp
     groups = MoEGroups(world, world, world, world, world, ep, rank // etp, etp, rank % etp)
@@ -55,29 +60,33 @@ def exchanged(hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: in
     hidden = torch.randn(TOKENS, hidden_size, generator=generator).to(dtype).requires_grad_()
     ids = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(dim=1)[:, :TOPK]
     if nobody:  # the last rank gets no row
-        ids = torch.tensor([[0, 1]]).repeat(TOKENS, 1)
+        ids = torch.tensor([[0, 1, 2]]).repeat(TOKENS, 1)
     probs = torch.randn(TOKENS, TOPK, generator=generator, dtype=router)
     probs[:2, 0] = torch.tensor([float("nan"), 1e-44], dtype=router)  # no number is looked at on the way
     kept = torch.rand(TOKENS, TOPK, generator=generator) < 0.7 if drops else None
     decision = RoutingDecision(ids, probs.requires_grad_(), kept)
     found = []
-    for way in (dispatch.AllToAllDispatcher, TwoExchanges):
+    pretend_machines(machine)
+    for way in (dispatch.AllToAllDispatcher, TwoExchanges, *(() if etp > 1 else (ByNodeDispatcher,))):
         given, _ = way(EXPERTS, groups, drops).dispatch(hidden, decision)
         slope = torch.Generator().manual_seed(10 + rank)
         slopes = [torch.randn(one.shape, generator=slope).to(one.dtype) for one in (given.rows, given.probs)]
         grads = torch.autograd.grad((given.rows, given.probs), (hidden, probs), slopes)
+        assert given.host_offsets is not None and given.host_offsets().tolist() == given.offsets.tolist()
         found.append([one.detach().view(torch.uint8) for one in (given.rows, given.probs, *grads)])
     return found
 
 
-def all_exchanged() -> Any:
-    return {name: exchanged(*case) for name, case in CASES.items()}
+def all_exchanged(machine: int) -> Any:
+    return {name: exchanged(*case, machine) for name, case in CASES.items()}
 
 
-def test_rows_and_weights_have_the_bits_of_two_exchanges(gloo: Any) -> None:
-    for rank in gloo.run(2, all_exchanged):
-        for name, (one, two) in rank.items():
-            assert len(one) == 4 and all(torch.equal(a, b) for a, b in zip(one, two, strict=True)), name
+@pytest.mark.parametrize(("ranks", "machine"), rows([(2, 1), (6, 2), (6, 3)], test=[(2, 1)]))
+def test_rows_and_weights_have_the_bits_of_two_exchanges_and_of_one_that_knows_nodes(gloo: Any, ranks, machine) -> None:
+    for rank in gloo.run(ranks, all_exchanged, machine=machine):
+        for name, (one, *others) in rank.items():
+            for other in others:
+                assert len(one) == 4 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), name
 
 
 def exchanges_of_layer() -> tuple[int, int]:
