@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,8 +161,6 @@ def build_trainer(
         records=deque(resumed.get("records", []), maxlen=RECORDS_KEPT),
         graphs=replay_graphs(run, built.trained.model),
     )
-    if saver is not None:
-        saver.moved = partial(trainer.at, "waiting for a checkpoint")
     folder = fault_folder(run)
     if ranks.watchdog is not None:
         ranks.watchdog.on_abort = reporter.on_abort

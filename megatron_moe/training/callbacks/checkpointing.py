@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ from megatron_moe.training.trainer import Trainer
 
 class Checkpointing(Callback):
     """Saves every `--save-interval`, when the run is to stop, and at its end; does nothing without `--save`."""
+
+    def before_training(self) -> None:
+        """Let the watchdog know of each rank's progress with a checkpoint that all wait for."""
+        if self.trainer.saver is not None:
+            self.trainer.saver.moved = partial(self.trainer.at, "waiting for a checkpoint")
 
     def before_update(self, step: Step) -> None:
         """Wait until a checkpoint in the background has copied the state, which changes now."""
