@@ -36,7 +36,7 @@ from megatron_moe.engine.schedules import (
     get_attr_wrapped_model,
     get_forward_backward_func,
     get_model_config,
-    own_loss_scale,
+    without_loss_scale,
 )
 from megatron_moe.model.attention import measured_attentions
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
@@ -136,7 +136,8 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     for attention in measured_attentions(model):
-        attention.forget()
+        if attention.largest_logits is not None:
+            attention.largest_logits.fill_(-math.inf)  # they belong to no step, or to one that has ended
     snapshot = RouterSnapshot.capture(model)
     updates: list[RouterUpdate] = []
 
@@ -293,7 +294,7 @@ def run_micro_batches(
     """
     # The flags say in which dtype a run computes, an autocast around it does not; and the scale of the auxiliary losses
     # that the schedule sets is this step's, whatever was left in this process, and nobody's afterwards.
-    with without_autocast(platform.device().type), own_loss_scale(platform.device()):
+    with without_autocast(platform.device().type), without_loss_scale(platform.device()):
         batches = prepare_global_batch(
             model,
             batches,
