@@ -149,10 +149,10 @@ def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: Any) -> 
         groups, group_topk, best = 1, 1, 1
     tokens, experts = ranked.shape
     ids = torch.empty((tokens, options.topk), dtype=torch.int64, device=ranked.device)
-    constants = {"GROUPS": groups, "GROUP_TOPK": group_topk, "GROUP_BEST": best, "BIASED": expert_bias is not None}
-    constants |= {"BINS": power_of_2(experts), "SLOTS": power_of_2(options.topk)}
+    sizes = {"BINS": power_of_2(experts), "TOPK": options.topk, "SLOTS": power_of_2(options.topk)}
+    constants = {**sizes, "GROUPS": groups, "GROUP_TOPK": group_topk, "GROUP_BEST": best}
     operands = (ranked.contiguous(), ranked if expert_bias is None else expert_bias, ids)
-    launch(_choose, (tokens,), *operands, experts, TOPK=options.topk, num_warps=2, **constants)
+    launch(_choose, (tokens,), *operands, experts, BIASED=expert_bias is not None, num_warps=2, **constants)
     return ids
 
 
