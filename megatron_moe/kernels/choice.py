@@ -468,7 +468,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         return
     device = arguments[0].get_device()
     key = [id(kernel), device, *constants.values()]
-    passed = []
+    passed, addresses = [], 0
     for one in arguments:
         kind = type(one)
         if kind is int:  # what Triton may specialise for, and the type by which it is passed
@@ -478,10 +478,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         elif isinstance(one, Tensor):
             key.append(one.dtype)
             one = one.data_ptr()
-            key.append(one % 16 == 0)
+            addresses |= one
         else:  # a tensor described, of which the kernel is specialised for the dtype
             key.append(one.base.dtype)
         passed.append(one)
+    if addresses % 16:  # not all are aligned
+        key += [type(one) is int and one % 16 == 0 for one in passed]
     known = _compiled.get(tuple(key))
     if known is not None:
         known.run(*(*grid, 1, 1)[:3], known.stream_of(device), *known.loaded, *passed, *known.constants)

@@ -15,12 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_moe.config.setting import DISPATCHERS
 from megatron_moe.kernels.choice import has_kernel
@@ -28,7 +29,7 @@ from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.moe.routing import RoutingDecision, capacity
 from megatron_moe.parallel.collectives import (
     all_gather_rows,
-    all_to_all_rows,
+    exchange_rows,
     reduce_scatter_rows,
     room_for_rows,
     weights_behind,
@@ -100,39 +101,90 @@ def _sums(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
     return found.sum(dim=1, dtype=torch.promote_types(copies.dtype, torch.float32)).to(copies.dtype)
 
 
-def _spread(rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
-    copies = rows.new_empty((source.shape[0], *rows.shape[1:]))
-    spread_rows(rows, None, source, source, slots, copies, None)
-    return copies
+class Step(Protocol):
+    """A linear step on the way of rows.
+
+    forward takes what the step before has returned, backward the gradients of what this one has.
+    """
+
+    def forward(self, *tensors: Any) -> tuple[Tensor, ...]: ...
+
+    def backward(self, *grads: Any) -> tuple[Tensor, ...]: ...
 
 
-def _add_up(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
-    return add_up_rows(copies, None, slots, partial, copies.shape[-1])[0]
+Do = Callable[..., tuple[Tensor, ...]]
+"""Takes a step and its tensors, and returns the step's results."""
 
 
-class _CopyRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: AutogradContext, rows: Tensor, source: Tensor, slots: Tensor, partial: bool) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.partial = partial
-        return _spread(rows, source, slots)
-
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (slots,) = ctx.saved_tensors
-        return _add_up(grad, slots, ctx.partial), None, None, None
-
-
-class _SumCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: AutogradContext, rows: Tensor, source: Tensor, slots: Tensor, partial: bool) -> Tensor:
-        ctx.save_for_backward(source, slots)
-        return _add_up(rows, slots, partial)
+class _Step(torch.autograd.Function):
+    """A step as a node of the graph. What it needs in backward are its own tables."""
 
     @staticmethod
-    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        source, slots = ctx.saved_tensors
-        return _spread(grad, source, slots), None, None, None
+    def forward(ctx: AutogradContext, step: Step, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.step = step
+        return step.forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.step.backward(*grads)
+
+
+class _CopyRows(_Step):
+    """A step that copies."""
+
+
+class _SumCopies(_Step):
+    """A step that adds up."""
+
+
+in_graph: Do = _Step.apply
+
+
+class _Way(torch.autograd.Function):
+    """Several steps as one node: those that `work` does with the `Do` it is given. tensors: of the first step."""
+
+    @staticmethod
+    def forward(ctx: AutogradContext, work: Callable[[Do], tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.steps = steps = []
+
+        def do(step: Step, *tensors: Tensor) -> tuple[Tensor, ...]:
+            steps.append(step)
+            return step.forward(*tensors)
+
+        return work(do)
+
+    @staticmethod
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        for step in reversed(ctx.steps):
+            grads = step.backward(*grads)
+        return None, *grads
+
+
+class _Send(_Way):
+    """Rows on their way to experts."""
+
+
+class _SendBack(_Way):
+    """Results on their way to tokens."""
+
+
+@dataclass
+class _Copies:
+    source: Tensor
+    slots: Tensor
+    partial: bool
+
+    def forward(self, rows: Tensor) -> tuple[Tensor]:
+        copies = rows.new_empty((self.source.shape[0], *rows.shape[1:]))
+        spread_rows(rows, None, self.source, self.source, self.slots, copies, None)
+        return (copies,)
+
+    def backward(self, rows: Tensor) -> tuple[Tensor]:
+        return (add_up_rows(rows, None, self.slots, self.partial, rows.shape[-1])[0],)
+
+
+class _Sums(_Copies):
+    forward, backward = _Copies.backward, _Copies.forward
 
 
 def copy_rows(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = False) -> Tensor:
@@ -146,7 +198,7 @@ def copy_rows(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = False
 
     Backward: row t's gradient is the sum of its copies' gradients, added in fp32.
     """
-    return _CopyRows.apply(rows, source, slots, partial)
+    return _CopyRows.apply(_Copies(source, slots, partial), rows)[0]
 
 
 def sum_copies(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = False) -> Tensor:
@@ -154,7 +206,7 @@ def sum_copies(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = Fals
 
     Backward: each row's gradient is a copy of its token's gradient.
     """
-    return _SumCopies.apply(rows, source, slots, partial)
+    return _SumCopies.apply(_Sums(source, slots, partial), rows)[0]
 
 
 @dataclass(frozen=True)
@@ -319,7 +371,7 @@ def arrange_by_expert(
     if rows_here is not None:
         order, source, inverse = first_rows(order, source, inverse, rows_here(ends))
     plan = SortPlan(order, source, inverse.view(expert_ids.shape))
-    rows, row_probs = _CopyWeighted.apply(hidden, probs, plan, partial, False)
+    rows, row_probs = _CopyRows.apply(_WeightedCopies(plan, partial, hidden.shape[1], probs.shape), hidden, probs)
     return ExpertInput(rows, row_probs, ends), plan
 
 
@@ -406,86 +458,131 @@ class ExchangePlan:
     inverse: Tensor
 
 
-class _CopyWeighted(torch.autograd.Function):
-    """Copies of rows [T, H] with their weights [T, K], packed for one exchange or as two tensors."""
+@dataclass
+class _WeightedCopies:
+    """Copies of rows [T, H], each with its weight of those [T, K]."""
 
-    @staticmethod
-    def forward(
-        ctx: AutogradContext, rows: Tensor, weights: Tensor, sort: SortPlan, partial: bool, packed: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.save_for_backward(sort.slots)
-        ctx.hidden, ctx.shape, ctx.dtype, ctx.partial = rows.shape[1], weights.shape, weights.dtype, partial
-        num_rows, hidden = sort.order.shape[0], rows.shape[1]
-        if packed:
-            whole = room_for_rows(num_rows, hidden, rows, weights)
-            copies, copy_weights = whole[:, :hidden], weights_behind(whole, weights.dtype)
-        else:
-            copies, copy_weights = rows.new_empty((num_rows, hidden)), weights.new_empty(num_rows)
+    sort: SortPlan
+    partial: bool
+    hidden: int
+    shape: torch.Size
+
+    def forward(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        num_rows = self.sort.order.shape[0]
+        copies, copy_weights = rows.new_empty((num_rows, self.hidden)), weights.new_empty(num_rows)
+        self.copy(rows, weights, copies, copy_weights)
+        return copies, copy_weights
+
+    def copy(self, rows: Tensor, weights: Tensor, copies: Tensor, copy_weights: Tensor) -> None:
+        sort = self.sort
         spread_rows(rows, weights.flatten(), sort.order, sort.source, sort.slots, copies, copy_weights)
-        return whole if packed else (copies, copy_weights)
 
-    @staticmethod
-    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        (slots,) = ctx.saved_tensors
-        copies, weights = grads[0], weights_behind(grads[0], ctx.dtype) if len(grads) == 1 else grads[1]
-        sharing = slots.numel() // max(ctx.shape.numel(), 1)
-        of_rows, of_weights = add_up_rows(copies, weights, slots, ctx.partial, ctx.hidden, sharing)
-        return of_rows, None if of_weights is None else of_weights.view(ctx.shape), None, None, None
+    def backward(self, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, Tensor]:
+        slots = self.sort.slots
+        sharing = slots.numel() // max(self.shape.numel(), 1)
+        of_rows, of_weights = add_up_rows(grad, weights_grad, slots, self.partial, self.hidden, sharing)
+        assert of_weights is not None
+        return of_rows, of_weights.view(self.shape)
 
 
-class _Unpack(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: AutogradContext, arrived: Tensor, order: Tensor, inverse: Tensor, hidden: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(order, inverse)
-        ctx.dtype = dtype
-        weights = weights_behind(arrived, dtype)
-        rows, row_weights = arrived.new_empty((order.shape[0], hidden)), weights.new_empty(order.shape[0])
-        spread_rows(arrived[:, :hidden], weights, order, order, inverse.unsqueeze(1), rows, row_weights)
+@dataclass
+class _Packed(_WeightedCopies):
+    """The same, packed for one exchange: see `room_for_rows`.
+
+    The gradient is packed in the same way, by `_Unpacked`, and means nothing in between: it may be sent, and not added
+    to or rounded.
+    """
+
+    dtype: torch.dtype
+
+    def forward(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        whole = room_for_rows(self.sort.order.shape[0], self.hidden, rows, weights)
+        self.copy(rows, weights, whole[:, : self.hidden], weights_behind(whole, self.dtype))
+        return (whole,)
+
+    def backward(self, whole: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().backward(whole, weights_behind(whole, self.dtype))
+
+
+@dataclass
+class _Exchanged:
+    send_splits: list[int]
+    recv_splits: list[int]
+    group: ProcessGroup
+
+    def forward(self, rows: Tensor) -> tuple[Tensor]:
+        return (exchange_rows(rows, self.send_splits, self.recv_splits, self.group),)
+
+    def backward(self, grad: Tensor) -> tuple[Tensor]:
+        return (exchange_rows(grad, self.recv_splits, self.send_splits, self.group),)
+
+
+@dataclass
+class _Unpacked:
+    """Rows [R, H] and weights [R] of packed ones, in another order."""
+
+    order: Tensor
+    inverse: Tensor
+    hidden: int
+    dtype: torch.dtype
+
+    def forward(self, arrived: Tensor) -> tuple[Tensor, ...]:
+        order, weights = self.order, weights_behind(arrived, self.dtype)
+        rows, row_weights = arrived.new_empty((order.shape[0], self.hidden)), weights.new_empty(order.shape[0])
+        spread_rows(arrived[:, : self.hidden], weights, order, order, self.inverse.unsqueeze(1), rows, row_weights)
         return rows, row_weights
 
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        order, inverse = ctx.saved_tensors
-        weights_grad, hidden = weights_grad.to(ctx.dtype), grad.shape[1]
-        whole = room_for_rows(inverse.shape[0], hidden, grad, weights_grad)
-        into = (whole[:, :hidden], weights_behind(whole, ctx.dtype))
-        spread_rows(grad, weights_grad, inverse, inverse, order.unsqueeze(1), *into)
-        return whole, None, None, None, None
-
-
-def pack_weighted(rows: Tensor, weights: Tensor, sort: SortPlan, partial: bool) -> Tensor:
-    """Return copies [R, W] of rows [T, H], each with its weight behind it, for one exchange: see `room_for_rows`.
-
-    Args:
-        rows, weights: [T, H] and [T, K].
-        sort: of the weights, and of the rows with them, into the R copies.
-        partial: as in `copy_rows`.
-
-    Backward: the gradient is packed in the same way, by that of `unpack_weighted`, and means nothing in between: it may
-    be sent, and not added to or rounded. A row's copies are summed in fp32.
-    """
-    return _CopyWeighted.apply(rows, weights, sort, partial, True)
+    def backward(self, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor]:
+        inverse, weights_grad = self.inverse, weights_grad.to(self.dtype)
+        whole = room_for_rows(inverse.shape[0], self.hidden, grad, weights_grad)
+        into = (whole[:, : self.hidden], weights_behind(whole, self.dtype))
+        spread_rows(grad, weights_grad, inverse, inverse, self.order.unsqueeze(1), *into)
+        return (whole,)
 
 
 def unpack_weighted(
     arrived: Tensor, order: Tensor, inverse: Tensor, hidden: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return rows [R, H] and weights [R] of what `pack_weighted` packed, in another order.
+    """Return rows [R, H] and weights [R] of rows that were packed with their weights, in another order.
 
     Args:
         arrived: [R, W].
         order, inverse: [R], from this order to the other one, and back.
         hidden, dtype: the width of rows, the weights' dtype.
     """
-    return _Unpack.apply(arrived, order, inverse, hidden, dtype)
+    rows, row_weights = in_graph(_Unpacked(order, inverse, hidden, dtype), arrived)
+    return rows, row_weights
 
 
 class AllToAllDispatcher(PhasedDispatcher):
-    """A dispatcher that sends each row to the ranks of its expert and its result back, by one all-to-all each way."""
+    """A dispatcher that sends each row to the ranks of its expert and its result back, by one all-to-all each way.
 
-    def prepare(self, hidden: Tensor, decision: RoutingDecision) -> tuple[tuple[Tensor, ...], SendPlan]:
+    For a schedule that puts other work in between, each step is a node of the graph; else several are one (`do`).
+    """
+
+    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, ExchangePlan]:
+        """See `Dispatcher.dispatch`."""
+        plans: list[RecvPlan] = []
+
+        def work(do: Do) -> tuple[Tensor, ...]:
+            arrived, plan = self.send(*self.prepare(hidden, decision, do), do)
+            plans.append(plan)
+            return arrived
+
+        # Not `arrange`: a node holds its gradients until it is done, here of all rows while two exchanges' are there.
+        return self.arrange(_Send.apply(work, hidden, decision.probs), plans[0])
+
+    def combine(self, rows: Tensor, plan: ExchangePlan) -> Tensor:
+        """See `Dispatcher.combine`."""
+
+        def work(do: Do) -> tuple[Tensor]:
+            return (self.add_up(self.send_back(self.collect(rows, plan, do), plan, do), plan, do),)
+
+        return _SendBack.apply(work, rows)[0]
+
+    def prepare(
+        self, hidden: Tensor, decision: RoutingDecision, do: Do = in_graph
+    ) -> tuple[tuple[Tensor, ...], SendPlan]:
         num_tokens, topk = decision.expert_ids.shape
         etp, group = self.groups.etp_size, self.groups.expert
         both = torch.empty((2, group.size(), self.num_local_experts), dtype=torch.int64, device=hidden.device)
@@ -507,18 +604,23 @@ class AllToAllDispatcher(PhasedDispatcher):
             order, inverse = _with_copies(order, inverse, rows_to_ep, etp)
             source = order // topk
         sent = SortPlan(order, source, inverse.view(num_tokens, topk * etp))
-        packed = pack_weighted(hidden, decision.probs, sent, self.drops)
-        return (packed,), SendPlan(sent, copied, received_counts, hidden.shape[1], decision.probs.dtype)
+        probs, width = decision.probs, hidden.shape[1]
+        packed = do(_Packed(sent, self.drops, width, probs.shape, probs.dtype), hidden, probs)
+        return packed, SendPlan(sent, copied, received_counts, width, probs.dtype)
 
-    def send(self, leaving: tuple[Tensor, ...], plan: SendPlan) -> tuple[tuple[Tensor, ...], RecvPlan]:
+    def send(
+        self, leaving: tuple[Tensor, ...], plan: SendPlan, do: Do = in_graph
+    ) -> tuple[tuple[Tensor, ...], RecvPlan]:
         send_splits, recv_splits = self.splits(plan.counts_on_host)
-        arrived = all_to_all_rows(leaving[0], send_splits, recv_splits, self.groups.expert)
-        return (arrived,), RecvPlan(plan, send_splits, recv_splits)
+        arrived = do(_Exchanged(send_splits, recv_splits, self.groups.expert), *leaving)
+        return arrived, RecvPlan(plan, send_splits, recv_splits)
 
-    def arrange(self, arrived: tuple[Tensor, ...], plan: RecvPlan) -> tuple[ExpertInput, ExchangePlan]:
+    def arrange(
+        self, arrived: tuple[Tensor, ...], plan: RecvPlan, do: Do = in_graph
+    ) -> tuple[ExpertInput, ExchangePlan]:
         send_plan = plan.send_plan
         order, inverse, ends = sort_arrived(send_plan.counts, sum(plan.recv_splits))
-        rows, row_weights = unpack_weighted(arrived[0], order, inverse, send_plan.hidden, send_plan.dtype)
+        rows, row_weights = do(_Unpacked(order, inverse, send_plan.hidden, send_plan.dtype), *arrived)
         back = ExchangePlan(send_plan.sent, plan.send_splits, plan.recv_splits, order, inverse)
         return ExpertInput(rows, row_weights, ends, send_plan.ends_on_host), back
 
@@ -527,14 +629,14 @@ class AllToAllDispatcher(PhasedDispatcher):
         to, of = copied.result().sum(dim=2).tolist()
         return to, of
 
-    def collect(self, rows: Tensor, plan: ExchangePlan) -> Tensor:
-        return copy_rows(rows, plan.inverse, plan.order.unsqueeze(1))
+    def collect(self, rows: Tensor, plan: ExchangePlan, do: Do = in_graph) -> Tensor:
+        return do(_Copies(plan.inverse, plan.order.unsqueeze(1), False), rows)[0]
 
-    def send_back(self, results: Tensor, plan: ExchangePlan) -> Tensor:
-        return all_to_all_rows(results, plan.recv_splits, plan.send_splits, self.groups.expert)
+    def send_back(self, results: Tensor, plan: ExchangePlan, do: Do = in_graph) -> Tensor:
+        return do(_Exchanged(plan.recv_splits, plan.send_splits, self.groups.expert), results)[0]
 
-    def add_up(self, returned_rows: Tensor, plan: ExchangePlan) -> Tensor:
-        return sum_copies(returned_rows, plan.sent.source, plan.sent.slots, partial=self.drops)
+    def add_up(self, returned_rows: Tensor, plan: ExchangePlan, do: Do = in_graph) -> Tensor:
+        return do(_Sums(plan.sent.source, plan.sent.slots, self.drops), returned_rows)[0]
 
 
 def _with_copies(order: Tensor, inverse: Tensor, rows_to_ep: list[int], etp: int) -> tuple[Tensor, Tensor]:

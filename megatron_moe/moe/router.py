@@ -175,7 +175,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         is_padding = None if padding_mask is None else padding_mask.reshape(-1).bool()
         num_sequences = num_sequences or (hidden.shape[1] if hidden.dim() == 3 else 1)
         micro_batch = MicroBatch(is_padding, num_sequences, self.training)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
+        hidden = hidden.flatten(0, -2)
         with without_autocast(hidden.device.type):
             hidden = self.perturb(hidden, self.training)
             logits = self.gate(hidden)
