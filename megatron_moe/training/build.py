@@ -96,8 +96,7 @@ def build_trainer(
     progress, source = built.loaded.progress, planned.start_from.source
     # Each split with as many samples as the run will read.
     steps_left = max((run.training.train_iters or 0) - progress.iteration, 0)
-    will_be = planned.schedule.samples_after(steps_left, progress.consumed_samples)
-    trained_on = 0 if run.training.skip_train else will_be
+    trained_on = 0 if run.training.skip_train else planned.schedule.samples_after(steps_left, progress.consumed_samples)
     evaluated = run.training.eval_iters * planned.schedule.final
     tested = evaluated if evaluates_test_split(run) else 0
     splits = Splits(
