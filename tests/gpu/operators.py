@@ -225,7 +225,7 @@ def _tiles(stage: Stage, size: int) -> None:
             blocks = Tiles.of(stack, TILE, TILE), Tiles.of(on_device[1], TILE, TILE)
             pairs = [(a.numbers, b.numbers) for a, b in (rounded, blocks)]
             pairs += [(a.scales, b.scales) for a, b in (rounded, blocks)]
-            numbers, scales = triton_fp8().cut_columns(on_device[0], on_device[2], dtype)
+            (numbers, scales), _ = triton_fp8().cut_columns(on_device[0].unsqueeze(1), on_device[2], dtype)
             start = 0
             for expert in rows.split(counts):
                 wanted = Tiles.of(expert, TILE, 1, dtype)
