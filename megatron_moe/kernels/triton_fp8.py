@@ -182,7 +182,7 @@ def tiles_of_rows(num_rows: int, experts: int) -> int:
     return num_rows // TILE + experts
 
 
-def cut_columns(values: Tensor, offsets: Tensor, dtype: torch.dtype, with_rows: bool = False) -> tuple[Cut, Cut | None]:
+def cut_columns(values: Tensor, offsets: Tensor, dtype: torch.dtype, with_rows: bool = False) -> list[Cut]:
     """Return numbers and scales of values [R, P, N] in tiles of 128 rows of one expert.
 
     Returns:
@@ -201,7 +201,8 @@ def cut_columns(values: Tensor, offsets: Tensor, dtype: torch.dtype, with_rows: 
     sizes = (height, width, parts, across, experts, tiles * TILE, *_limits(dtype))
     constants = {"EXPERTS": power_of_2(experts), "ROWS": with_rows, "num_warps": 16}
     launch(_cut_columns, (tiles, parts * across), *operands, *sizes, **constants)
-    return (turned.to(dtype), turned_scales), ((numbers.to(dtype), scales) if with_rows else None)
+    columns = turned.to(dtype), turned_scales
+    return [columns, (numbers.to(dtype), scales)] if with_rows else [columns]
 
 
 # ---- Products of groups of rows.
@@ -319,7 +320,7 @@ def _described(numbers: Tensor, high: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(numbers.float() if _interpreted(numbers) else numbers, [high, TILE])
 
 
-def multiply(rows: Cut, matrices: Cut, offsets: Tensor, shape: tuple[int, int], result: Any) -> Tensor:
+def multiply(rows: Cut, matrices: Cut, offsets: Tensor, shape: tuple[int, ...], result: torch.dtype) -> Tensor:
     """Return rows times the transpose of their expert's matrices, [R, P x N] in the dtype `result`.
 
     Args:

@@ -28,11 +28,9 @@ becomes zeros.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -202,23 +200,19 @@ def blocks_kept(kept: bool) -> Iterator[None]:
         _kept = None
 
 
-@cache
-def triton_fp8() -> Any:
-    """Return the module of Triton's kernels, which is loaded where they compute."""
-    return importlib.import_module("megatron_moe.kernels.triton_fp8")
-
-
 class _ByTriton:
     """The three products by our kernels, which read the offsets on the device. Arguments are those of `_Emulated`."""
 
     def __init__(self, offsets: Tensor, num_rows: int, weights: Tensor) -> None:
-        self.offsets, self.weights, self.kernels = offsets, weights, triton_fp8()
+        from megatron_moe.kernels import triton_fp8  # where there is Triton
+
+        self.offsets, self.weights, self.kernels = offsets, weights, triton_fp8
         self._columns: tuple[Tensor, Any] | None = None
 
     def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """See `_Emulated.results`."""
         cut = self.kernels.cut_rows(rows.unsqueeze(1), E4M3)
-        return self.kernels.multiply(cut, self._blocks(matrices), self.offsets, matrices.shape[1:3], rows.dtype)
+        return self.kernels.multiply(cut, self._blocks(matrices), self.offsets, tuple(matrices.shape[1:3]), rows.dtype)
 
     def grad_rows(self, grad: Tensor, matrices: Tensor, dtype: torch.dtype) -> Tensor:
         """See `_Emulated.grad_rows`."""
@@ -238,10 +232,11 @@ class _ByTriton:
         found = total
         if found is None:
             found = rows.new_empty((self.offsets.shape[0], grad.shape[1], rows.shape[1]))
-        kept, left = self._columns or (None, None)
-        if kept is not grad:
-            left, _ = self.kernels.cut_columns(grad.unsqueeze(1), self.offsets, dtype)
-        right, _ = self.kernels.cut_columns(rows.unsqueeze(1), self.offsets, E4M3)
+        if self._columns is not None and self._columns[0] is grad:
+            left = self._columns[1]
+        else:
+            (left,) = self.kernels.cut_columns(grad.unsqueeze(1), self.offsets, dtype)
+        (right,) = self.kernels.cut_columns(rows.unsqueeze(1), self.offsets, E4M3)
         self.kernels.multiply_columns(left, right, self.offsets, found, total is not None)
         return found if total is not None else found.view(shape)
 
