@@ -24,7 +24,6 @@ from megatron_moe.moe.grouped_gemm_fp8 import (
     TILE,
     Tiles,
     TransformerEngineFp8,
-    triton_fp8,
     why_not_by_triton,
 )
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_products as kernels_of
@@ -214,6 +213,8 @@ def fp8_products(stage: Stage, size: int) -> None:
 
 def _tiles(stage: Stage, size: int) -> None:
     """Compare the tiles that our kernels cut with those that torch cuts on the CPU: numbers and scales, bit for bit."""
+    from megatron_moe.kernels import triton_fp8
+
     counts = [1, 0, 37, 128 * size, 3, 200]
     rows, offsets = draw(sum(counts), 200 * size, dtype=torch.bfloat16), torch.tensor(counts).cumsum(0).to(torch.int32)
     rows *= torch.exp(4 * draw(*rows.shape, dtype=torch.bfloat16))
@@ -225,7 +226,7 @@ def _tiles(stage: Stage, size: int) -> None:
             blocks = Tiles.of(stack, TILE, TILE), Tiles.of(on_device[1], TILE, TILE)
             pairs = [(a.numbers, b.numbers) for a, b in (rounded, blocks)]
             pairs += [(a.scales, b.scales) for a, b in (rounded, blocks)]
-            numbers, scales = triton_fp8().cut_columns(on_device[0], on_device[2], dtype)
+            ((numbers, scales),) = triton_fp8.cut_columns(on_device[0].unsqueeze(1), on_device[2], dtype)
             start = 0
             for expert in rows.split(counts):
                 wanted = Tiles.of(expert, TILE, 1, dtype)
