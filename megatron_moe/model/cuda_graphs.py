@@ -31,7 +31,8 @@ def replay_graphs(run: Run, model: Sequence[torch.nn.Module], new_graph: NewGrap
     names = captured_modules(run)
     if not names or (new_graph is None and not platform.has_cuda()):
         return None
-    graphs = CudaGraphs(run.training.cuda_graph_warmup_steps, new_graph or TorchGraphs())
+    new_graph = TorchGraphs() if new_graph is None else new_graph
+    graphs = CudaGraphs(run.training.cuda_graph_warmup_steps, new_graph)
     for pool, chunk in enumerate(model):
         wrapper: Any = chunk
         # A replay runs no module's hooks, of which this one waits for weights.
