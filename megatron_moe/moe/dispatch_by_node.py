@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.moe.dispatch import (
-    AllToAllDispatcher,
-    Dispatcher,
-    ExpertInput,
-    PhasedDispatcher,
+from megatron_moe.moe.dispatch import AllToAllDispatcher, Dispatcher, ExpertInput, PhasedDispatcher
+from megatron_moe.moe.options import MoEGroups
+from megatron_moe.moe.routing import RoutingDecision
+from megatron_moe.moe.rows import (
     SortPlan,
     add_up_rows,
     copy_rows,
@@ -32,8 +31,6 @@ from megatron_moe.moe.dispatch import (
     spread_rows,
     unpack_weighted,
 )
-from megatron_moe.moe.options import MoEGroups
-from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.parallel.collectives import all_to_all_rows, room_for_rows, weights_behind
 from megatron_moe.parallel.groups import neighbours, partition, ranks_of_machine
 from megatron_moe.platform.hardware import HostCopy

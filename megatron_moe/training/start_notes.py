@@ -193,7 +193,9 @@ def _overlap_notes(run: Run, world_size: int) -> list[str]:
             rules.check(candidate, world_size)
             run = candidate
             found.append(f"--{name.replace('_', '-')}")
-    return [f"off, and worth a try on {ranks} data-parallel GPUs: {', '.join(found)}"] if found else []
+    if not found:
+        return []
+    return [f"off, and worth a try on {ranks} data-parallel GPUs: {', '.join(found)}"]
 
 
 def _expert_notes(trainer: Trainer) -> list[str]:

@@ -16,7 +16,8 @@ from megatron_moe.model.build import _Lookup
 from megatron_moe.model.cross_entropy import cross_entropy, linear_cross_entropy
 from megatron_moe.model.mla import rotated
 from megatron_moe.model.norm import RMSNorm
-from megatron_moe.moe import dispatch, experts
+from megatron_moe.moe import experts
+from megatron_moe.moe import rows as moves
 from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
 from megatron_moe.moe.grouped_gemm_fp8 import (
     E4M3,
@@ -152,12 +153,12 @@ def permutation(stage: Stage, dtype: torch.dtype, size: int) -> None:
         return rows.new_zeros(tokens, width).index_add(0, source, rows)
 
     rows = draw(tokens * topk, width, dtype=dtype)
-    compare(stage, "gather_and_sum", lambda r, s: dispatch.sum_copies(r, s // topk, slots.to(r.device)), [rows, order],
+    compare(stage, "gather_and_sum", lambda r, s: moves.sum_copies(r, s // topk, slots.to(r.device)), [rows, order],
             lambda r, s: sums(r, s // topk, s))  # fmt: skip
     compare(stage, "gather_and_sum with missing copies",
-            lambda r, s, p: dispatch.sum_copies(r, s, p, partial=True), [rows[: len(kept)], kept // topk, partial],
+            lambda r, s, p: moves.sum_copies(r, s, p, partial=True), [rows[: len(kept)], kept // topk, partial],
             sums)  # fmt: skip
-    compare(stage, "copy_rows", lambda t, s, p: dispatch.copy_rows(t, s, p),
+    compare(stage, "copy_rows", lambda t, s, p: moves.copy_rows(t, s, p),
             [draw(tokens, width, dtype=dtype), source, slots], lambda t, s, p: t[s])  # fmt: skip
 
 

@@ -13,11 +13,11 @@ from benchmarks.contestants import Bound, engine_config, ours
 from benchmarks.problem import Problem, Shape, make_problem, oracle, relative_error
 from megatron_moe import platform
 from megatron_moe.model.cuda_graphs import replay_graphs
-from megatron_moe.moe.dispatch import copy_rows, sum_copies
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import TorchProduct
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_products, why_not_by_triton
 from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.rows import copy_rows, sum_copies
 from megatron_moe.parallel import groups
 from tests.gpu.operators import error_of, one_rank
 from tests.gpu.stage import Stage, milliseconds

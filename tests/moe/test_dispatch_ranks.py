@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.moe import dispatch
+from megatron_moe.moe import rows as moves
 from megatron_moe.moe.dispatch_by_node import ByNodeDispatcher
 from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
@@ -32,13 +33,13 @@ class TwoExchanges(dispatch.AllToAllDispatcher):
     def dispatch(self, hidden: torch.Tensor, decision: RoutingDecision) -> Any:
         _, plan = self.prepare(hidden, decision, lambda _, *tensors: tensors)
         sort, probs = plan.sent, decision.probs.flatten()
-        rows = dispatch.copy_rows(hidden, sort.source, sort.slots, self.drops)
+        rows = moves.copy_rows(hidden, sort.source, sort.slots, self.drops)
         of_choice = sort.slots.view(probs.shape[0], -1)
-        weights = dispatch.copy_rows(probs, sort.order, of_choice, self.drops)
+        weights = moves.copy_rows(probs, sort.order, of_choice, self.drops)
         sent, arrival = zip(*(self.send((one,), plan) for one in (rows, weights)))
 
         def sorted_alike(step: Any, *arrived: torch.Tensor) -> Any:
-            return [dispatch.copy_rows(one, step.order, step.inverse.unsqueeze(1)) for one in arrived]
+            return [moves.copy_rows(one, step.order, step.inverse.unsqueeze(1)) for one in arrived]
 
         return self.arrange(tuple(one for (one,) in sent), arrival[0], sorted_alike)
 
