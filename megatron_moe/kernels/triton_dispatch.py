@@ -55,13 +55,13 @@ def _add_up_parts(counts, begins, ends, cells, parts, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=_CHOICES)
 def _place_part(
     ids, begins, ends, order, source, inverse, per_expert, total, parts, experts, real,
-    BINS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr, TOPK: tl.constexpr
+    BINS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr, TOPK: tl.constexpr, COUNTED: tl.constexpr
 ):  # fmt: skip
     part = tl.program_id(0)
     bins = tl.arange(0, BINS)
     known = bins < experts
     begin = tl.load(begins + bins.to(tl.int64) * parts + part, mask=known, other=0)
-    if part == 0:  # an expert's first choices are its choices in the first part
+    if COUNTED & (part == 0):  # an expert's first choices are its choices in the first part
         every = tl.load(ends + bins, mask=known, other=0) - begin
         tl.store(per_expert + bins, every.to(tl.int64), mask=bins < real)
     for start in range(0, PART, STEP):
@@ -85,13 +85,12 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int, partial: bool = False, 
     order, source, inverse = (torch.empty(total, dtype=torch.int64, device=ids.device) for _ in range(3))
     found, begins = (torch.empty((bins, parts), dtype=torch.int32, device=ids.device) for _ in range(2))
     ends = torch.empty(bins, dtype=torch.int32, device=ids.device)
-    if counts is None:
-        counts = torch.empty(num_experts, dtype=torch.int64, device=ids.device)
     launch(_count_part, (parts,), ids, found, total, parts, bins, **constants)
     launch(_add_up_parts, (1,), found, begins, ends, bins * parts, parts, BLOCK=4096)
-    tables = (ids, begins, ends, order, source, inverse, counts)
-    launch(_place_part, (parts,), *tables, total, parts, bins, num_experts, TOPK=ids.shape[1], **constants)
-    return order, source, inverse, ends[:num_experts], counts
+    tables = (ids, begins, ends, order, source, inverse, ends if counts is None else counts)
+    constants |= {"TOPK": ids.shape[1], "COUNTED": counts is not None}
+    launch(_place_part, (parts,), *tables, total, parts, bins, num_experts, **constants)
+    return order, source, inverse, ends[:num_experts]
 
 
 @triton.jit

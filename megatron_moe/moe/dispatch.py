@@ -65,7 +65,7 @@ def spread_rows(
     """
     torch.index_select(rows, 0, source, out=copies)
     if weights is not None and copy_weights is not None:
-        copy_weights.copy_(weights.index_select(0, order))
+        torch.index_select(weights, 0, order, out=copy_weights)
 
 
 @has_kernel("add_up_rows")
@@ -261,18 +261,17 @@ class SortPlan:
 @has_kernel("sort_by_expert")
 def sort_by_expert(
     expert_ids: Tensor, num_experts: int, partial: bool = False, counts: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the order of the choices by expert, stable in the token, and what belongs to it.
 
     Args:
         expert_ids: [T, K] int64, from 0 to `num_experts` - 1, with `partial` up to `num_experts`, which sorts last.
-        counts: memory [E] int64 for the last result; None: it is new.
+        counts: memory [E] int64 for the choices of each expert; None: they are not counted.
 
     Returns:
         order, source: [T x K] int64, the choice and the token of each row.
         inverse: [T x K], the row of each choice.
         ends: [E] int32, each expert's end in the order.
-        counts: [E] int64, the choices of each expert.
     """
     ids = expert_ids.flatten()
     sorted_ids, order = torch.sort(ids, stable=True)
@@ -280,9 +279,9 @@ def sort_by_expert(
     ends = torch.searchsorted(sorted_ids, experts, right=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
-    found = ends.diff(prepend=ends.new_zeros(1))
-    found = found if counts is None else counts.copy_(found)
-    return order, order // expert_ids.shape[1], inverse, ends.to(torch.int32), found
+    if counts is not None:
+        torch.diff(ends, prepend=ends.new_zeros(1), out=counts)
+    return order, order // expert_ids.shape[1], inverse, ends.to(torch.int32)
 
 
 @has_kernel("sort_arrived")
@@ -316,7 +315,7 @@ def arrange_by_expert(
             `num_experts`, which sorts last, and are cut off.
     """
     partial = rows_here is not None
-    order, source, inverse, ends, _ = sort_by_expert(expert_ids, num_experts, partial)
+    order, source, inverse, ends = sort_by_expert(expert_ids, num_experts, partial)
     if rows_here is not None:
         order, source, inverse = first_rows(order, source, inverse, rows_here(ends))
     plan = SortPlan(order, source, inverse.view(expert_ids.shape))
@@ -491,9 +490,9 @@ class AllToAllDispatcher(PhasedDispatcher):
         etp, group = self.groups.etp_size, self.groups.expert
         both = torch.empty((2, group.size(), self.num_local_experts), dtype=torch.int64, device=hidden.device)
         sent_counts, received_counts = both.unbind()
-        counts = sent_counts.view(-1) if etp == 1 else None
+        counts = sent_counts.view(-1) if etp == 1 else sent_counts.new_empty(self.num_experts)
         sort = sort_by_expert(self.destinations(decision), self.num_experts, self.drops, counts)
-        order, source, inverse, _, counts = sort
+        order, source, inverse, _ = sort
         if etp > 1:  # every ETP rank of an expert gets its rows
             by_rank = counts.view(self.groups.ep_size, self.num_local_experts)
             sent_counts.copy_(by_rank.repeat_interleave(etp, dim=0))

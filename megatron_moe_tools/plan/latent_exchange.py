@@ -43,7 +43,7 @@ def compared_exchanges(
         traffic = rank_traffic(other, trace, world_size, machine.gpus_per_node)
         over_cp[exchange] = traffic["CP"]
         over_tp[exchange] = traffic.get("TP", Traffic(0.0, 0.0))
-        flops[exchange] = micro_batches * sum(chunk.flops for chunk in trace.chunks)
+        flops[exchange] = micro_batches * trace.flops
     least_over_tp = min(over_tp.values(), key=lambda one: one.sent)
     cost = exchange_cost(run, run.derived.params_dtype_name)
     ways: dict[str, Any] = {}

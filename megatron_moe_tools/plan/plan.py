@@ -471,7 +471,7 @@ def make_plan(
         memory, traffic = rank_memory(run, trace, world_size), {}
         for name, one in rank_traffic(run, trace, world_size, machine.gpus_per_node).items():
             traffic[name] = vars(one)
-        flops = sum(chunk.flops for chunk in trace.chunks)
+        flops = trace.flops
         computed += flops
         of_muon = max(of_muon, muon_flops(run, trace))
         ranks.append(

@@ -96,6 +96,11 @@ class RankTrace:
     chunks: tuple[ChunkTrace, ...]
     boundary: int
 
+    @property
+    def flops(self) -> int:
+        """FLOPs of both passes of one micro-batch, recomputation included."""
+        return sum(chunk.flops for chunk in self.chunks)
+
 
 def trace_ranks(
     run: Run,

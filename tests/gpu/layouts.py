@@ -162,19 +162,30 @@ def _equal_logits(stage: Stage) -> None:
             stage.within(f"weights of {name}, in proportion", float(apart), 2e-6)
 
 
-# Name in the report -> the doctor's name of the layout, and the model.
-LAYOUTS = {
-    "EP2": ("dp2-ep2", "demo"),
-    "TP2+SP": ("tp2", "demo"),
-    "PP2": ("pp2", "demo"),
-    "CP2": ("cp2", "demo"),
-    "DP2 with the distributed optimizer": ("dp2", "demo"),
-    "TP2 DP2 EP2 ETP2": ("tp2-dp2-ep2-etp2", "demo"),
-    "CP2 DP2 EP2": ("cp2-dp2-ep2", "demo"),
-    "CP2 DP2 at ZeRO stage 3": ("cp2-dp2", "demo"),
-    "TP2 PP2 EP2 with multi-token prediction": ("tp2-pp2-ep2-etp1", "mtp"),
+# Name in the report -> the doctor's name of the layout, the model, and further flags.
+LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "EP2": ("dp2-ep2", "demo", {}),
+    "TP2+SP": ("tp2", "demo", {}),
+    "PP2": ("pp2", "demo", {}),
+    "CP2, latents exchanged": ("cp2", "demo", {"mla_cp_exchange": "latent"}),
+    "CP2, keys and values exchanged": ("cp2", "demo", {"mla_cp_exchange": "expanded"}),
+    "DP2 with the distributed optimizer": ("dp2", "demo", {"use_distributed_optimizer": True}),
+    "DP2, overlapped, a bucket for each parameter": (
+        "dp2",
+        "demo",
+        {
+            "use_distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+            "ddp_bucket_size": 1,
+        },
+    ),
+    "TP2 DP2 EP2 ETP2": ("tp2-dp2-ep2-etp2", "demo", {}),
+    "CP2 DP2 EP2": ("cp2-dp2-ep2", "demo", {}),
+    "CP2 DP2 at ZeRO stage 3": ("cp2-dp2", "demo", {"use_torch_fsdp2": True}),
+    "TP2 PP2 EP2 with multi-token prediction": ("tp2-pp2-ep2-etp1", "mtp", {}),
 }
-LEFT_OUT_DRY = ("CP2 DP2 EP2", "TP2 PP2 EP2 with multi-token prediction")
+LEFT_OUT_DRY = ("CP2 DP2 EP2", "CP2, keys and values exchanged", "TP2 PP2 EP2 with multi-token prediction")
 
 
 def several_ranks(stage: Stage) -> None:
@@ -187,12 +198,10 @@ def several_ranks(stage: Stage) -> None:
     models = list(dict.fromkeys(LAYOUTS[title][1] for title in titles))
     jobs = [_job(stage, f"one-{of}", of, 1, {}, "staged") for of in models]
     for title in titles:
-        name, of = LAYOUTS[title]
-        flags = dict(known[name].flags)
-        flags["use_distributed_optimizer"] = "distributed optimizer" in title
-        flags["use_torch_fsdp2"] = "ZeRO stage 3" in title
+        name, of, further = LAYOUTS[title]
+        flags = {**known[name].flags, "use_distributed_optimizer": False, "use_torch_fsdp2": False, **further}
         backend = "nccl" if cards >= known[name].ranks else "staged"
-        jobs.append(_job(stage, name, of, known[name].ranks, flags, backend))
+        jobs.append(_job(stage, f"{len(jobs)}-{name}", of, known[name].ranks, flags, backend))
     stage.doing(f"{len(titles)} layouts on up to 4 ranks")
     folder, failure = stage.folder / "ranks", ""
     try:

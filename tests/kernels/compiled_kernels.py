@@ -63,7 +63,7 @@ def launched(architecture: int) -> dict[str, tuple[Any, tuple[Any, ...], dict[st
         fused.expert_weights_backward(fp32(4096, 8), fp32(4096, 256), int64(4096, 8), None, False, True, 2.5)
         fused.count_tokens(int64(4096, 8), 256)
         fused.add_counts(fp32(256), int64(1), int64(4096, 8))
-        fused.sort_by_expert(int64(4096, 8), 256)
+        fused.sort_by_expert(int64(4096, 8), 256, False, int64(256))
         fused.sort_arrived(int64(8, 32), 32768)
         tables, packed = (int64(32768), int64(32768), int64(4096, 8)), room_for_rows(32768, 7168, bf16(0), fp32(0))
         packed_pair = (packed[:, :7168], weights_behind(packed, torch.float32))

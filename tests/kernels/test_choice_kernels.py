@@ -79,6 +79,10 @@ def test_choices_are_sorted_by_expert(fused, tokens, topk, num_experts, kind):
         found, wanted = (sort(ids, real, partial) for sort in (fused.sort_by_expert, eager(dispatch.sort_by_expert)))
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
         assert [one.dtype for one in found] == [one.dtype for one in wanted]
+        for sort in (fused.sort_by_expert, eager(dispatch.sort_by_expert)):
+            counts = torch.full((real,), -1)
+            assert torch.equal(sort(ids, real, partial, counts)[0], wanted[0])
+            assert torch.equal(counts, ids.flatten().bincount(minlength=real)[:real])
 
 
 @pytest.mark.parametrize("counts", [[[3, 0, 300], [0, 0, 1]], [[0, 0]], [[2], [0], [5]]])

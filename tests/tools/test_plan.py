@@ -151,8 +151,9 @@ def test_traffic_of_one_all_to_all_and_of_a_ring_is_that_computed_by_hand():
     rank = plan["ranks"][0]
     received = 2 * 64 * run.moe.moe_router_topk  # B x S x K
     sent_of_rows = received * 64 * 2 / 2  # H in bf16; one of two ranks is oneself
-    weights, counts = received * 4 / 2, 2 * 4 * 8 / 2
-    # Three MoE layers, two micro-batches, rows there and back, forward and backward; weights once each way; counts.
+    weights, counts = received * 16 * 2 / 2, 2 * 4 * 8 / 2
+    # Three MoE layers, two micro-batches, rows there and back, forward and backward; counts; and once each way 16 more
+    # elements a row, for its weight.
     assert rank["traffic"]["EP"]["sent"] == 3 * 2 * (4 * sent_of_rows + 2 * weights + counts)
     assert rank["traffic"]["EP"]["between_nodes"] == 0
     dense = sum(b.numel for b in trace_ranks(run, 4, 1024, device="cpu", imbalance=1.0)[0].buffers if not b.expert)
