@@ -19,14 +19,7 @@ from megatron_moe.model.norm import RMSNorm
 from megatron_moe.moe import experts
 from megatron_moe.moe import rows as moves
 from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
-from megatron_moe.moe.grouped_gemm_fp8 import (
-    E4M3,
-    E5M2,
-    TILE,
-    Tiles,
-    TransformerEngineFp8,
-    why_not_by_triton,
-)
+from megatron_moe.moe.grouped_gemm_fp8 import E4M3, E5M2, TILE, Tiles, TransformerEngineFp8, why_not_by_triton
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_products as kernels_of
 from megatron_moe.parallel import groups
 from tests.gpu.stage import Stage

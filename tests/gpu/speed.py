@@ -4,6 +4,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,17 +279,11 @@ def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dic
         "grouped product": (lambda _: TorchProduct()(copies, weight, offsets), 0, 4 * rows * hidden * width),
     }
     flops_of_product, ends = calls["grouped product"][2], offsets.cpu()
-    for form, why, read in (
-        ("triton", why_not_by_triton(), offsets),
-        ("scaled", platform.why_no_fp8_products(), ends),
-    ):
+    forms = {"triton": (why_not_by_triton(), offsets), "scaled": (platform.why_no_fp8_products(), ends)}
+    for form, (why, read) in forms.items():
         if why is None:
-            in_fp8, _ = fp8_products("e4m3", form)
-            calls[f"grouped product, FP8 {form}"] = (
-                lambda _, product=in_fp8, read=read: product(copies, weight, read),
-                0,
-                flops_of_product,
-            )
+            in_fp8 = partial(fp8_products("e4m3", form)[0], copies, weight, read)
+            calls[f"grouped product, FP8 {form}"] = (lambda _, call=in_fp8: call(), 0, flops_of_product)
         else:
             stage.impossible(f"operator grouped product, FP8 {form}", why)
     for name, (call, moved, flops) in calls.items():

@@ -84,10 +84,9 @@ def launched(architecture: int) -> dict[str, tuple[Any, tuple[Any, ...], dict[st
             e4m3, rows = torch.float8_e4m3fn, bf16(32768, 7168)
             matrices = fused.cut_matrices(bf16(32, 2, 2048, 7168))
             fused.multiply(fused.cut_rows(rows.unsqueeze(1), e4m3), matrices, ends, (2, 2048), torch.bfloat16)
-            columns, _ = fused.cut_columns(bf16(32768, 2, 2048), ends, e4m3, with_rows=True)
-            fused.multiply_columns(
-                columns, fused.cut_columns(rows.unsqueeze(1), ends, e4m3)[0], ends, fp32(32, 4096, 7168), True
-            )
+            left, _ = fused.cut_columns(bf16(32768, 2, 2048), ends, e4m3, with_rows=True)
+            (right,) = fused.cut_columns(rows.unsqueeze(1), ends, e4m3)
+            fused.multiply_columns(left, right, ends, fp32(32, 4096, 7168), True)
     return found
 
 
