@@ -279,8 +279,8 @@ def _call(name: str, operands: tuple[Tensor, ...], rows: int, width: int, thread
 
 
 # Products of groups of rows (`cpu_products.c`). Torch calls a library for each group: oneDNN for bf16, MKL for fp32,
-# which leaves AVX-512 to Intel's processors. The kernel computes all groups at once, where the processor has AVX-512 and
-# no library is faster. Its bits are not always torch's, so that it computes also while something watches.
+# which leaves AVX-512 to Intel's processors. The kernel computes all groups at once, where the processor has AVX-512
+# and no library is faster. Its bits are not always torch's, so that it computes also while something watches.
 
 
 class _Product(ctypes.Structure):
