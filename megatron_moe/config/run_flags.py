@@ -159,6 +159,19 @@ class TrainingConfig:
         "selective recomputation: modules",
         choices=("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"),
     )
+    cuda_graph_impl: str = setting(
+        "none",
+        "CUDA: local replays parts of layers as graphs",
+        choices=("none", "local"),
+        resume="free",
+    )
+    cuda_graph_modules: tuple[str, ...] | None = setting(
+        None,
+        "with this: the parts; default: all it can",
+        choices=("attn", "mlp", "moe", "moe_router", "moe_preprocess"),
+        resume="free",
+    )
+    cuda_graph_warmup_steps: int = setting(3, "with this: steps before", within=POSITIVE_COUNT, resume="free")
     fine_grained_activation_offloading: bool = setting(
         False, "keep what --offload-modules save for the backward pass in host memory, between the passes (CUDA)"
     )
