@@ -15,10 +15,10 @@ import torch
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build, replace
-from megatron_moe.moe.dispatch import sort_by_expert
 from megatron_moe.moe.dispatch_by_node import first_of_each_node
 from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import MicroBatch, chosen_experts, scores_from_logits
+from megatron_moe.moe.rows import sort_by_expert
 from megatron_moe.parallel.collectives import room_for_rows
 
 RANKS_OF_NODE = 8

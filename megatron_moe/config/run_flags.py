@@ -161,19 +161,17 @@ class TrainingConfig:
     )
     cuda_graph_impl: str = setting(
         "none",
-        "CUDA: local captures forward and backward of parts of a layer in graphs, and replays them",
+        "CUDA: local replays parts of layers as graphs",
         choices=("none", "local"),
         resume="free",
     )
     cuda_graph_modules: tuple[str, ...] | None = setting(
         None,
-        "with this: the parts; default: all that can be captured",
+        "with this: the parts; default: all it can",
         choices=("attn", "mlp", "moe", "moe_router", "moe_preprocess"),
         resume="free",
     )
-    cuda_graph_warmup_steps: int = setting(
-        3, "with this: steps before the capture", within=POSITIVE_COUNT, resume="free"
-    )
+    cuda_graph_warmup_steps: int = setting(3, "with this: steps before", within=POSITIVE_COUNT, resume="free")
     fine_grained_activation_offloading: bool = setting(
         False, "keep what --offload-modules save for the backward pass in host memory, between the passes (CUDA)"
     )

@@ -37,9 +37,6 @@ class Graph(Protocol):
         """Execute the operations."""
 
 
-_MARK = "grad_added_to_main_grad"
-"""Of a parameter: the engine's fused product has added the gradient to its sum, and the hook is not to."""
-
 NewGraph = Callable[[Hashable], Graph]
 """The name of a memory pool -> a graph whose memory is of that pool."""
 
@@ -109,21 +106,11 @@ class _Slot:
     input_grads: list[Tensor | None]
     parameters: list[torch.nn.Parameter]
     parameter_grads: list[Tensor]
-    added: list[torch.nn.Parameter]
+    added: list[Any]
     forward: Graph
     backward: Graph
     busy: bool = False
     copied: list[tuple[Tensor, int] | None] | None = None
-
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the inputs of a pass, but for those without gradient that are there since the last one (rotations)."""
-        copied = self.copied or [None] * len(tensors)
-        for index, (here, given) in enumerate(zip(self.inputs, tensors)):
-            before = copied[index]
-            if before is None or before[0] is not given or before[1] != given._version:
-                here.detach().copy_(given)
-            copied[index] = None if given.requires_grad else (given, given._version)
-        self.copied = copied
 
 
 class GraphedCall:
@@ -171,7 +158,15 @@ class GraphedCall:
         leaves, form = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         values = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        if not self._can_replay() or not all(value is None or type(value) in (bool, int, float) for value in values):
+        can_replay = (
+            self._graphs.replaying
+            and torch.is_grad_enabled()
+            and self._modules[0].training
+            and not engine_graphs.is_graph_capturing()
+            and self._allowed()
+            and all(value is None or type(value) in (bool, int, float) for value in values)
+        )
+        if not can_replay:
             return self._function(*args, **kwargs)
         if self._before_replay is not None:
             for module in self._modules:
@@ -187,25 +182,23 @@ class GraphedCall:
             self._beside_replay(tensors[0])
         return tree_unflatten(_Replay.apply(slot, self._copies, len(tensors), *tensors, *slot.parameters), slot.form)
 
-    def _can_replay(self) -> bool:
-        return (
-            self._graphs.replaying
-            and torch.is_grad_enabled()
-            and self._modules[0].training
-            and not engine_graphs.is_graph_capturing()
-            and self._allowed()
-        )
-
     def _capture(self, leaves: list[Any], form: Any) -> _Slot:
         """Capture a pass with arguments like these. Hooks of the engine's DistributedDataParallel do not run in it."""
         pool = (self._pool, len(self._slots))
-        own = [_fixed_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        own = list(leaves)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                own[index] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         inputs = [one for one in own if isinstance(one, Tensor)]
-        parameters = list(dict.fromkeys(p for part in self._modules for p in part.parameters(recurse=False)))
+        parameters: list[Any] = list(dict.fromkeys(p for part in self._modules for p in part.parameters(recurse=False)))
         parameters = [parameter for parameter in parameters if parameter.requires_grad]
         args, kwargs = tree_unflatten(own, form)
         forward, backward = self._graphs.new_graph(pool), self._graphs.new_graph(pool)
-        with _engine_captures(), _marks_of(parameters) as added:
+        marks = [getattr(parameter, "grad_added_to_main_grad", False) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad_added_to_main_grad = False
+        engine_graphs._set_capture_start()  # tells the engine's hooks, in all releases, which then do nothing
+        try:
             with forward.recording():
                 outputs, form = tree_flatten(self._function(*args, **kwargs))
             differentiable = [one for one in outputs if isinstance(one, Tensor) and one.requires_grad]
@@ -214,6 +207,11 @@ class GraphedCall:
             with backward.recording():
                 # The autograd graph is retained for its tensors: the next capture would take their memory.
                 grads = torch.autograd.grad(differentiable, wanted, output_grads, retain_graph=True, allow_unused=True)
+        finally:
+            engine_graphs._set_capture_end()
+        added = [parameter for parameter in parameters if parameter.grad_added_to_main_grad]
+        for parameter, mark in zip(parameters, marks):
+            parameter.grad_added_to_main_grad = mark
         found = dict(zip(map(id, wanted), grads))
         used = [parameter for parameter in parameters if found[id(parameter)] is not None]
         return _Slot(
@@ -230,32 +228,16 @@ class GraphedCall:
         )
 
 
-def _fixed_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def replace_method(
+    module: torch.nn.Module, name: str, graphed: Callable[..., GraphedCall], using: list[Any], **options: Any
+) -> None:
+    """Put a graphed call in the place of a method of one module; the engine, in all releases, calls its own by name.
 
-
-@contextmanager
-def _engine_captures() -> Iterator[None]:
-    """Tell the engine's hooks that a graph is captured; in all releases they then do nothing."""
-    engine_graphs._set_capture_start()
-    try:
-        yield
-    finally:
-        engine_graphs._set_capture_end()
-
-
-@contextmanager
-def _marks_of(parameters: Sequence[Any]) -> Iterator[list[torch.nn.Parameter]]:
-    """Yield a list that has, after the block, the parameters that the engine's products marked in it; unmark them."""
-    added: list[torch.nn.Parameter] = []
-    before = [getattr(parameter, _MARK, False) for parameter in parameters]
-    for parameter in parameters:
-        setattr(parameter, _MARK, False)
-    yield added
-    for parameter, earlier in zip(parameters, before):
-        if getattr(parameter, _MARK):
-            added.append(parameter)
-        setattr(parameter, _MARK, earlier)
+    Args:
+        graphed: makes the call of the method, `using` and `options`, see `GraphedCall`.
+        using: the modules that the method uses.
+    """
+    vars(module)[name] = graphed(getattr(module, name), using, **options)
 
 
 class _Replay(torch.autograd.Function):
@@ -264,7 +246,14 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: AutogradContext, slot: _Slot, copies: bool, count: int, *tensors: Tensor) -> tuple[Any, ...]:
         slot.busy = True
-        slot.fill(tensors[:count])
+        # Those without gradient may be there since the last pass: rotations.
+        copied = slot.copied or [None] * count
+        for index, (here, given) in enumerate(zip(slot.inputs, tensors[:count])):
+            before = copied[index]
+            if before is None or before[0] is not given or before[1] != given._version:
+                here.detach().copy_(given)
+            copied[index] = None if given.requires_grad else (given, given._version)
+        slot.copied = copied
         slot.forward.replay()
         ctx.slot, ctx.copies = slot, copies
         ctx.set_materialize_grads(False)
@@ -284,7 +273,7 @@ class _Replay(torch.autograd.Function):
         slot.backward.replay()
         slot.busy = False
         for parameter in slot.added:
-            setattr(parameter, _MARK, True)
+            parameter.grad_added_to_main_grad = True
         of_inputs = [None if grad is None else _given_out(grad, ctx.copies) for grad in slot.input_grads]
         return None, None, None, *of_inputs, *(grad.detach() for grad in slot.parameter_grads)
 

@@ -21,10 +21,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_moe.kernels.choice import blocks_of, launch, power_of_2
+from megatron_moe.platform import hardware
 
 TILE = 128
 _TILE = tl.constexpr(TILE)
-_FIRST_CAPABILITY = (8, 9)  # of a GPU with conversions to FP8
+_FIRST_CAPABILITY, _HOPPER, _BLACKWELL = (8, 9), (9, 0), (10, 0)  # of GPUs with conversions to FP8
 
 
 Cut = tuple[Tensor, Tensor]
@@ -97,29 +98,10 @@ def _cut_blocks(
         tl.store(scales + block * across + wide, scale)
 
 
-@triton.jit
-def _cut_columns(
-    values, numbers, scales, offsets, width, experts, places, largest, smallest,
-    COLUMNS: tl.constexpr, EXPERTS: tl.constexpr
-):  # fmt: skip
-    tile = tl.program_id(0)
-    _, first, end = _tile_of(offsets, tile, experts, EXPERTS)
-    if first < end:
-        row, column = first + tl.arange(0, _TILE), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        own = (column < width)[None, :]
-        place = row.to(tl.int64)[:, None] * width + column[None, :]
-        exact = tl.load(values + place, mask=own & (row < end)[:, None], other=0.0).to(tl.float32)
-        scale = _scale_of(tl.max(_magnitudes(exact), axis=0), largest, smallest)
-        found = tl.div_rn(exact, tl.broadcast_to(scale[None, :], exact.shape)).to(numbers.dtype.element_ty)
-        place = column.to(tl.int64)[None, :] * places + tile * _TILE + tl.arange(0, _TILE)[:, None]
-        tl.store(numbers + place, found, mask=own)
-        tl.store(scales + tile.to(tl.int64) * width + column, scale, mask=column < width)
-
-
 @triton.jit(do_not_specialize=["height"])
-def _cut_both(
+def _cut_columns(
     values, numbers, scales, turned, turned_scales, offsets, height, width, parts, across, experts, places,
-    largest, smallest, EXPERTS: tl.constexpr
+    largest, smallest, EXPERTS: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     tile, block = tl.program_id(0), tl.program_id(1)
     _, first, end = _tile_of(offsets, tile, experts, EXPERTS)
@@ -129,13 +111,14 @@ def _cut_both(
         own_rows, own_columns = (row < end)[:, None], (inside < width)[None, :]
         place = row.to(tl.int64)[:, None] * (parts * width) + column[None, :]
         exact = tl.load(values + place, mask=own_rows & own_columns, other=0.0).to(tl.float32)
-        scale = _scale_of(tl.max(_magnitudes(exact), axis=1), largest, smallest)
-        found = tl.div_rn(exact, tl.broadcast_to(scale[:, None], exact.shape)).to(numbers.dtype.element_ty)
-        place = (row.to(tl.int64) * parts + block // across)[:, None] * (across * _TILE) + inside[None, :]
-        tl.store(numbers + place, found, mask=own_rows)
-        tl.store(scales + block.to(tl.int64) * height + row, scale, mask=row < end)
+        if ROWS:
+            scale = _scale_of(tl.max(_magnitudes(exact), axis=1), largest, smallest)
+            found = tl.div_rn(exact, tl.broadcast_to(scale[:, None], exact.shape)).to(numbers.dtype.element_ty)
+            place = (row.to(tl.int64) * parts + block // across)[:, None] * (across * _TILE) + inside[None, :]
+            tl.store(numbers + place, found, mask=own_rows)
+            tl.store(scales + block.to(tl.int64) * height + row, scale, mask=row < end)
         scale = _scale_of(tl.max(_magnitudes(exact), axis=0), largest, smallest)
-        found = tl.div_rn(exact, tl.broadcast_to(scale[None, :], exact.shape)).to(numbers.dtype.element_ty)
+        found = tl.div_rn(exact, tl.broadcast_to(scale[None, :], exact.shape)).to(turned.dtype.element_ty)
         place = column.to(tl.int64)[None, :] * places + tile * _TILE + tl.arange(0, _TILE)[:, None]
         tl.store(turned + place, found, mask=own_columns)
         tl.store(turned_scales + tile.to(tl.int64) * (parts * width) + column, scale, mask=inside < width)
@@ -154,7 +137,7 @@ def _limits(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def cut_into_tiles(values: Tensor, high: int, wide: int, dtype: torch.dtype) -> Any:
-    if values.is_cuda and torch.cuda.get_device_capability(values.device) < _FIRST_CAPABILITY:
+    if (hardware.capability(values) or _FIRST_CAPABILITY) < _FIRST_CAPABILITY:
         return NotImplemented
     if (high, wide) == (1, TILE):
         numbers, scales = cut_rows(values.reshape(-1, 1, values.shape[-1]), dtype)
@@ -199,31 +182,27 @@ def tiles_of_rows(num_rows: int, experts: int) -> int:
     return num_rows // TILE + experts
 
 
-def cut_columns(values: Tensor, offsets: Tensor, dtype: torch.dtype) -> Cut:
-    """Return numbers [N, places] and scales [places / 128, N] of rows [R, N] in tiles of 128 rows of one expert."""
-    width, experts = values.shape[1], offsets.shape[0]
-    tiles = tiles_of_rows(values.shape[0], experts)
-    numbers = _room(values, (width, tiles * TILE), dtype)
-    scales = values.new_empty((tiles, width), dtype=torch.float32)
-    sizes = (width, experts, tiles * TILE, *_limits(dtype))
-    constants = {"COLUMNS": 64, "EXPERTS": power_of_2(experts), "num_warps": 8}
-    operands = (values.contiguous(), numbers, scales, offsets)
-    launch(_cut_columns, (tiles, blocks_of(width, 64)), *operands, *sizes, **constants)
-    return numbers.to(dtype), scales
+def cut_columns(values: Tensor, offsets: Tensor, dtype: torch.dtype, with_rows: bool = False) -> list[Cut]:
+    """Return numbers and scales of values [R, P, N] in tiles of 128 rows of one expert.
 
-
-def cut_both(values: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Cut, Cut]:
-    """Return what `cut_rows` returns of values [R, P, N], and `cut_columns` of the same rows [R, P x N], read once."""
+    Returns:
+        numbers [P x N, places] and scales [places / 128, P x N], each expert's rows from a whole tile on; `with_rows`:
+        also what `cut_rows` returns, from values that are read once.
+    """
     (height, parts, width), experts = values.shape, offsets.shape[0]
     across, tiles = blocks_of(width, TILE), tiles_of_rows(height, experts)
-    numbers = _room(values, (height, parts, across * TILE), dtype)
-    scales = values.new_empty((parts * across, height), dtype=torch.float32)
     turned = _room(values, (parts * width, tiles * TILE), dtype)
     turned_scales = values.new_empty((tiles, parts * width), dtype=torch.float32)
+    numbers, scales = turned, turned_scales
+    if with_rows:
+        numbers = _room(values, (height, parts, across * TILE), dtype)
+        scales = values.new_empty((parts * across, height), dtype=torch.float32)
     operands = (values.contiguous(), numbers, scales, turned, turned_scales, offsets)
     sizes = (height, width, parts, across, experts, tiles * TILE, *_limits(dtype))
-    launch(_cut_both, (tiles, parts * across), *operands, *sizes, EXPERTS=power_of_2(experts), num_warps=16)
-    return (numbers.to(dtype), scales), (turned.to(dtype), turned_scales)
+    constants = {"EXPERTS": power_of_2(experts), "ROWS": with_rows, "num_warps": 16}
+    launch(_cut_columns, (tiles, parts * across), *operands, *sizes, **constants)
+    columns = turned.to(dtype), turned_scales
+    return [columns, (numbers.to(dtype), scales)] if with_rows else [columns]
 
 
 # ---- Products of groups of rows.
@@ -330,13 +309,9 @@ def _multiply_columns(
     _add_or_write(results, other, high + _TILE, wide, first < last, HEIGHT, WIDTH, WIDE, ADD)
 
 
-def _capability(values: Tensor) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(values.device) if values.is_cuda else (9, 0)
-
-
 def _sizes(values: Tensor) -> dict[str, int]:
     """Return what a kernel of products is compiled with. Blackwell reads sums in a layout that takes more registers."""
-    wide = TILE if _capability(values)[0] < 10 else TILE // 2
+    wide = TILE // 2 if (hardware.capability(values) or _HOPPER) >= _BLACKWELL else TILE
     return {"BAND": 8, "WIDE": wide, "num_warps": 8, "num_stages": 4}
 
 
@@ -345,7 +320,7 @@ def _described(numbers: Tensor, high: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(numbers.float() if _interpreted(numbers) else numbers, [high, TILE])
 
 
-def multiply(rows: Cut, matrices: Cut, offsets: Tensor, shape: tuple[int, int], result: Any) -> Tensor:
+def multiply(rows: Cut, matrices: Cut, offsets: Tensor, shape: tuple[int, ...], result: torch.dtype) -> Tensor:
     """Return rows times the transpose of their expert's matrices, [R, P x N] in the dtype `result`.
 
     Args:

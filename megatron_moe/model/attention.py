@@ -129,8 +129,8 @@ class MeasuredCoreAttention(SDPACoreAttention):
 
     Attributes:
         layer_number: one-based, in the whole model; further predictions come after its layers.
-        largest_logits: fp32 [n], of this rank's heads since `forget`, -inf without a pass; None: there never was one.
-            It is filled in place: a captured graph of the layer adds to it at each replay.
+        largest_logits: fp32 [n], of this rank's heads since it was last filled with -inf; None: there never was a pass.
+            It stays where it is: a captured graph of the layer writes there at each replay.
     """
 
     def __init__(self, config: EngineConfig, layer_number: int, *args: Any, **options: Any) -> None:
@@ -141,11 +141,6 @@ class MeasuredCoreAttention(SDPACoreAttention):
             self._measure = LargestOverRanks(self._kernel.group, self._kernel.gathers)
         # No buffer: it is no state of the model, and a model in half precision would round it.
         self.largest_logits: Tensor | None = None
-
-    def forget(self) -> None:
-        """Forget the passes up to now, which belong to no step or to one that has ended."""
-        if self.largest_logits is not None:
-            self.largest_logits.fill_(-math.inf)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
         """Return what SDPACoreAttention returns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from megatron_moe import platform
 from megatron_moe.config.cuda_graphs import captured_modules
 from megatron_moe.config.schema import Run
-from megatron_moe.engine.cuda_graphs import CudaGraphs, GraphedCall, NewGraph, TorchGraphs
+from megatron_moe.engine.cuda_graphs import CudaGraphs, GraphedCall, NewGraph, TorchGraphs, replace_method
 from megatron_moe.engine.layers import TransformerLayer
 from megatron_moe.moe.layer import MoELayer
 
@@ -30,34 +31,25 @@ def replay_graphs(run: Run, model: Sequence[torch.nn.Module], new_graph: NewGrap
     names = captured_modules(run)
     if not names or (new_graph is None and not platform.has_cuda()):
         return None
-    graphs = CudaGraphs(run.training.cuda_graph_warmup_steps, new_graph or TorchGraphs())
+    new_graph = TorchGraphs() if new_graph is None else new_graph
+    graphs = CudaGraphs(run.training.cuda_graph_warmup_steps, new_graph)
     for pool, chunk in enumerate(model):
         wrapper: Any = chunk
         # A replay runs no module's hooks, of which this one waits for weights.
         wait = wrapper._make_forward_pre_hook() if wrapper.ddp_config.overlap_param_gather else None
-        layers = [layer for layer in chunk.modules() if isinstance(layer, TransformerLayer)]
+        layers: list[Any] = [layer for layer in chunk.modules() if isinstance(layer, TransformerLayer)]
         for layer in layers:
             # What the stage sends comes from its first or its last layer.
             sends = run.parallel.pipeline_model_parallel_size > 1 and layer in (layers[0], layers[-1])
             graphed = partial(GraphedCall, graphs, pool=pool, before_replay=wait, copies=sends)
-            _replay_parts(layer, names, graphed)
+            if "attn" in names:
+                replace_method(layer, "_forward_attention", graphed, [layer.input_layernorm, layer.self_attention])
+            routing: dict[str, Any] = {}
+            if isinstance(layer.mlp, MoELayer):
+                router = layer.mlp.router
+                routing = {"beside_replay": router.count_replay, "allowed": partial(operator.not_, router.observers)}
+                if "moe_router" in names:  # called as a module, whose hooks run
+                    replace_method(router, "forward", partial(graphed, before_replay=None), [router], **routing)
+            if ("moe" if routing else "mlp") in names:
+                replace_method(layer, "_forward_mlp", graphed, [layer.pre_mlp_layernorm, layer.mlp], **routing)
     return graphs
-
-
-def _replay_parts(layer: Any, names: Sequence[str], graphed: Any) -> None:
-    """Put graphed calls in the place of a layer's own: of its halves, which the engine calls, and of its router."""
-    if "attn" in names:
-        layer._forward_attention = graphed(layer._forward_attention, [layer.input_layernorm, layer.self_attention])
-    second_half = [layer.pre_mlp_layernorm, layer.mlp]
-    if not isinstance(layer.mlp, MoELayer):
-        if "mlp" in names:
-            layer._forward_mlp = graphed(layer._forward_mlp, second_half)
-        return
-    router = layer.mlp.router
-    routing: dict[str, Any] = {"beside_replay": router.count_replay, "allowed": lambda: not router.is_observed}
-    if "moe" in names:
-        layer._forward_mlp = graphed(layer._forward_mlp, second_half, **routing)
-    if "moe_router" in names:
-        # Its hooks run: a router is called as a module.
-        routing["before_replay"] = None
-        router.forward = graphed(router.forward, [router], **routing)  # type: ignore[method-assign]

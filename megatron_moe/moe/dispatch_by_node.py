@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.moe.dispatch import (
-    AllToAllDispatcher,
-    Dispatcher,
-    ExpertInput,
-    PhasedDispatcher,
+from megatron_moe.moe.dispatch import AllToAllDispatcher, Dispatcher, ExpertInput, PhasedDispatcher
+from megatron_moe.moe.options import MoEGroups
+from megatron_moe.moe.routing import RoutingDecision
+from megatron_moe.moe.rows import (
     SortPlan,
     add_up_rows,
     copy_rows,
@@ -32,8 +31,6 @@ from megatron_moe.moe.dispatch import (
     spread_rows,
     unpack_weighted,
 )
-from megatron_moe.moe.options import MoEGroups
-from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.parallel.collectives import all_to_all_rows, room_for_rows, weights_behind
 from megatron_moe.parallel.groups import neighbours, partition, ranks_of_machine
 from megatron_moe.platform.hardware import HostCopy
@@ -76,7 +73,7 @@ class CountedPlan:
 
 
 @dataclass(frozen=True)
-class Path:
+class NodePath:
     """The tables by which rows travel from their tokens to experts, and back.
 
     tokens: the tokens to send, sorted by node. copies: the arrived tokens' copies, sorted by expert of this node.
@@ -130,10 +127,10 @@ def _copied(rows: Tensor, sort: SortPlan) -> Tensor:
 
 @dataclass(frozen=True)
 class ArrivedPlan:
-    """The plan of rows that have arrived. host: as before they left. dtype: of the weights. path: there and back."""
+    """The plan of rows [R, W] that have arrived. hidden, dtype: the width of rows, the weights' dtype."""
 
     counted: CountedPlan
-    path: Path
+    path: NodePath
     hidden: int
     dtype: torch.dtype
 
@@ -142,14 +139,14 @@ class ArrivedPlan:
 class ArrangedPlan:
     """The plan for the way back. order, inverse [R]: from the order of arrival to that of experts, and back."""
 
-    path: Path
+    path: NodePath
     order: Tensor
     inverse: Tensor
 
 
 class _SendOverNodes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: AutogradContext, rows: Tensor, probs: Tensor, arrived_weights: Tensor, path: Path) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, probs: Tensor, arrived_weights: Tensor, path: NodePath) -> Tensor:
         ctx.path, ctx.hidden, ctx.shape, ctx.dtype = path, rows.shape[1], probs.shape, probs.dtype
         return path.to_experts(rows, arrived_weights)
 
@@ -164,7 +161,7 @@ class _SendOverNodes(torch.autograd.Function):
 
 class _SendBackOverNodes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: AutogradContext, results: Tensor, path: Path) -> Tensor:
+    def forward(ctx: AutogradContext, results: Tensor, path: NodePath) -> Tensor:
         ctx.path = path
         copies = path.to_tokens(results)
         return add_up_rows(copies, None, path.choices.slots, path.partial, results.shape[1])[0]
@@ -238,7 +235,7 @@ class ByNodeDispatcher(PhasedDispatcher):
         copies = _cut(SortPlan(order, source, inverse.view(expert_ids.shape)), sum(splits.copies_out))
         # Copies are sorted by expert and then by the node they came from. They go back by node and then by expert.
         order, inverse, _ = sort_arrived(plan.choices_in.t().contiguous(), copies.order.shape[0])
-        path = Path(splits, self.inside, self.across, tokens, copies, order, inverse, choices, self.drops)
+        path = NodePath(splits, self.inside, self.across, tokens, copies, order, inverse, choices, self.drops)
         rows = _SendOverNodes.apply(hidden, probs, weights, path)
         return (rows,), ArrivedPlan(plan, path, hidden.shape[1], probs.dtype)
 

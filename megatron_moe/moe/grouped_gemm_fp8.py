@@ -28,11 +28,9 @@ becomes zeros.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -44,7 +42,7 @@ from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.kernels.choice import has_kernel, takes_kernels, why_no_triton
 from megatron_moe.moe.grouped_gemm import TransformerEngineProduct, main_grad_of, no_gradient
-from megatron_moe.platform import env_vars
+from megatron_moe.platform import env_vars, hardware
 from megatron_moe.platform.numerics import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext
 
@@ -166,19 +164,17 @@ class _Emulated:
         tiles = rounded_to_fp8(grad.unflatten(1, matrices.shape[1:3]), 1, TILE, dtype).flatten(1)
         return self._product(tiles, rounded_to_fp8(matrices, TILE, TILE).flatten(1, 2)).to(grad.dtype)
 
-    def grad_matrices(self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return dW, [e, P, out, in]."""
-        return self._sums(grad, rows, dtype).view(shape).to(rows.dtype)
-
-    def add_grad_matrices(self, total: Tensor, grad: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
-        """Add dW to [e, P x out, in] in fp32."""
-        total += self._sums(grad, rows, dtype).view(total.shape)
-
-    def _sums(self, grad: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    def grad_matrices(
+        self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype, total: Tensor | None = None
+    ) -> Tensor:
+        """Return dW, [e, P, out, in]; or add it to `total`, [e, P x out, in] fp32, and return that."""
         tiles = TokenTiles.of(self.offsets, self.num_rows)
         left, right = tiles.rounded(grad, dtype).t(), tiles.rounded(rows)
         one = self.offsets.shape[0] == 1
-        return left @ right if one else F.grouped_mm(left, right, offs=self.offsets)
+        products = left @ right if one else F.grouped_mm(left, right, offs=self.offsets)
+        if total is not None:
+            return total.add_(products.view(total.shape))
+        return products.view(shape).to(rows.dtype)
 
     def _product(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """Return each expert's rows times its matrix; torch's product of groups takes whole 16 bytes, `mm` any."""
@@ -204,61 +200,54 @@ def blocks_kept(kept: bool) -> Iterator[None]:
         _kept = None
 
 
-@cache
-def triton_fp8() -> Any:
-    """Return the module of Triton's kernels, which is loaded where they compute."""
-    return importlib.import_module("megatron_moe.kernels.triton_fp8")
-
-
 class _ByTriton:
     """The three products by our kernels, which read the offsets on the device. Arguments are those of `_Emulated`."""
 
     def __init__(self, offsets: Tensor, num_rows: int, weights: Tensor) -> None:
-        self.offsets, self.weights, self.kernels = offsets, weights, triton_fp8()
+        from megatron_moe.kernels import triton_fp8  # where there is Triton
+
+        self.offsets, self.weights, self.kernels = offsets, weights, triton_fp8
         self._columns: tuple[Tensor, Any] | None = None
 
     def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """See `_Emulated.results`."""
         cut = self.kernels.cut_rows(rows.unsqueeze(1), E4M3)
-        return self.kernels.multiply(cut, self._blocks(matrices), self.offsets, matrices.shape[1:3], rows.dtype)
+        return self.kernels.multiply(cut, self._blocks(matrices), self.offsets, tuple(matrices.shape[1:3]), rows.dtype)
 
     def grad_rows(self, grad: Tensor, matrices: Tensor, dtype: torch.dtype) -> Tensor:
         """See `_Emulated.grad_rows`."""
         rows = grad.unflatten(1, matrices.shape[1:3])
         if self.weights.requires_grad:  # `grad_matrices` follows
-            cut, columns = self.kernels.cut_both(rows, self.offsets, dtype)
+            columns, cut = self.kernels.cut_columns(rows, self.offsets, dtype, with_rows=True)
             self._columns = grad, columns
         else:
             cut = self.kernels.cut_rows(rows, dtype)
         blocks = self._blocks(matrices, turned=True)
         return self.kernels.multiply(cut, blocks, self.offsets, (1, matrices.shape[3]), grad.dtype)
 
-    def grad_matrices(self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def grad_matrices(
+        self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype, total: Tensor | None = None
+    ) -> Tensor:
         """See `_Emulated.grad_matrices`."""
-        found = rows.new_empty((self.offsets.shape[0], grad.shape[1], rows.shape[1]))
-        self._multiply_columns(found, grad, rows, dtype, add=False)
-        return found.view(shape)
-
-    def add_grad_matrices(self, total: Tensor, grad: Tensor, rows: Tensor, dtype: torch.dtype) -> None:
-        """See `_Emulated.add_grad_matrices`."""
-        self._multiply_columns(total, grad, rows, dtype, add=True)
+        found = total
+        if found is None:
+            found = rows.new_empty((self.offsets.shape[0], grad.shape[1], rows.shape[1]))
+        if self._columns is not None and self._columns[0] is grad:
+            left = self._columns[1]
+        else:
+            (left,) = self.kernels.cut_columns(grad.unsqueeze(1), self.offsets, dtype)
+        (right,) = self.kernels.cut_columns(rows.unsqueeze(1), self.offsets, E4M3)
+        self.kernels.multiply_columns(left, right, self.offsets, found, total is not None)
+        return found if total is not None else found.view(shape)
 
     def _blocks(self, matrices: Tensor, turned: bool = False) -> tuple[Tensor, Tensor]:
         # A graph cuts what its weights will be when it runs.
-        captured = matrices.is_cuda and torch.cuda.is_current_stream_capturing()
-        if _kept is None or captured or not isinstance(self.weights, torch.nn.Parameter):
+        if _kept is None or hardware.is_captured(matrices) or not isinstance(self.weights, torch.nn.Parameter):
             return self.kernels.cut_matrices(matrices, turned)
         key = id(self.weights), turned
         if key not in _kept:
             _kept[key] = self.weights, self.kernels.cut_matrices(matrices, turned)
         return _kept[key][1]
-
-    def _multiply_columns(self, found: Tensor, grad: Tensor, rows: Tensor, dtype: torch.dtype, add: bool) -> None:
-        kept, left = self._columns or (None, None)
-        if kept is not grad:
-            left = self.kernels.cut_columns(grad, self.offsets, dtype)
-        right = self.kernels.cut_columns(rows, self.offsets, E4M3)
-        self.kernels.multiply_columns(left, right, self.offsets, found, add)
 
 
 class PaddedGroups:
@@ -325,8 +314,11 @@ class _Scaled:
         left = Tiles(numbers, scales, (numbers.shape[0], numbers.shape[1]))
         return self.groups.taken(self._by_expert(left, turned, turned_scales, grad.dtype)[:, : matrices.shape[3]])
 
-    def grad_matrices(self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """See `_Emulated.grad_matrices`."""
+    def grad_matrices(
+        self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype, total: Tensor | None = None
+    ) -> Tensor:
+        """See `_Emulated.grad_matrices`; it adds to no `total`, see `fp8_products`."""
+        assert total is None
         left = Tiles.of(_wide_enough(self.groups.placed(grad)).t(), 1, TILE, dtype)
         right = Tiles.of(_wide_enough(self.groups.placed(rows)).t(), 1, TILE)
         found = rows.new_zeros((len(self.groups.spans), left.shape[0], right.shape[0]))
@@ -420,15 +412,15 @@ class _GroupedFp8(torch.autograd.Function):
             grad_rows = products.grad_rows(grad, product.matrices_of(weights), product.gradients)
         if ctx.needs_input_grad[1]:
             total = main_grad_of(ctx.parameter) if product.fused else None
-            if total is None or isinstance(products, _Scaled):
-                grad_weights = products.grad_matrices(grad, rows, weights.shape, product.gradients)
-            else:
+            if total is not None:
                 total = total.view(offsets.shape[0], -1, total.shape[-1])
-                products.add_grad_matrices(total, grad, rows, product.gradients)
+            grad_weights = products.grad_matrices(grad, rows, weights.shape, product.gradients, total)
+            if total is not None:
                 grad_weights = no_gradient(weights)
         return grad_rows, grad_weights, None, None
 
 
+_WITH_KERNELS = (9, 10)  # Hopper, and Blackwell with tensor memory
 _Form = _Emulated | _ByTriton | _Scaled
 _FORMS: dict[str, type[_Form]] = {"emulated": _Emulated, "triton": _ByTriton, "scaled": _Scaled}
 GRADIENTS = {"e4m3": E4M3, "hybrid": E5M2}
@@ -496,10 +488,17 @@ def fp8_form() -> str:
 
 def why_not_by_triton() -> str | None:
     """Return why Triton's kernels do not multiply in FP8 here; None where they do."""
-    why = platform.why_no_fp8_kernels() or why_no_triton()
-    if why is None and not takes_kernels(torch.empty(0, device=platform.device())):
-        why = f"{env_vars.KERNELS}={env_vars.chosen[env_vars.KERNELS]}: torch's operations compute"
-    return why
+    if not platform.has_streams():
+        return "there is no CUDA device"
+    here = torch.empty(0, device=platform.device())
+    capability = hardware.capability(here)
+    if capability is not None and capability[0] not in _WITH_KERNELS:
+        return "the device's compute capability is {}.{}, and the kernels of FP8 are for 9.x and 10.x".format(
+            *capability
+        )
+    if takes_kernels(here):
+        return None
+    return why_no_triton() or f"{env_vars.KERNELS}={env_vars.chosen[env_vars.KERNELS]}: torch's operations compute"
 
 
 def fp8_products(fp8_format: str, form: str | None = None, fused: bool = False) -> tuple[Fp8Product, Fp8Product]:

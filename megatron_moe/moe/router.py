@@ -65,6 +65,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
     Attributes:
         step: the tokens since the last step, and the global batch that they belong to.
         aux_losses: the auxiliary losses since the last step; None where there are none.
+        observers: see `observed_by`.
     """
 
     fp32_state = ("expert_bias", "local_tokens_per_expert", "local_dropped_per_expert")
@@ -101,7 +102,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         if options.aux_losses or options.z_loss_coeff:
             self.aux_losses = AuxLosses(options, self.groups)
         self.step = StepTokens()
-        self._observers: list[Observer] = []
+        self.observers: list[Observer] = []
 
     def set_layer_number(self, layer_number: int) -> None:
         """Remember the global, one-based number of the layer; called by the engine."""
@@ -120,16 +121,11 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             if routed.counted or every_pass:
                 see(router, routed)
 
-        self._observers.append(observer)
+        self.observers.append(observer)
         try:
             yield
         finally:
-            self._observers.remove(observer)
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether some function is called with the passes."""
-        return bool(self._observers)
+            self.observers.remove(observer)
 
     def count_replay(self, hidden: Tensor) -> None:
         """Count on the host what a replay of a captured graph does with hidden [..., H]; see `StepTokens.add`."""
@@ -179,7 +175,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         is_padding = None if padding_mask is None else padding_mask.reshape(-1).bool()
         num_sequences = num_sequences or (hidden.shape[1] if hidden.dim() == 3 else 1)
         micro_batch = MicroBatch(is_padding, num_sequences, self.training)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
+        hidden = hidden.flatten(0, -2)
         with without_autocast(hidden.device.type):
             hidden = self.perturb(hidden, self.training)
             logits = self.gate(hidden)
@@ -188,7 +184,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             decision = self.limit(decision, micro_batch)
             counted = self.training and torch.is_grad_enabled()
             routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)
-            for see in self._observers:
+            for see in self.observers:
                 see(self, routed)
             if counted:
                 decision = self._balance(routed)

@@ -34,7 +34,6 @@ __all__ = [  # noqa: F405
     "side_stream",
     "synchronize",
     "unusable_libraries",
-    "why_no_fp8_kernels",
     "why_no_fp8_products",
     "why_no_transformer_engine",
 ]

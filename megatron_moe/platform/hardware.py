@@ -217,8 +217,17 @@ def available_memory_bytes() -> int:
     return host.available_bytes()
 
 
+def capability(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the compute capability of the GPU that has a tensor; None for another device."""
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
+
+
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Return whether what is done with a tensor is being captured in a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 _FP8_CAPABILITY, _FP8_CUDA = 9, (12, 9)
-_FP8_KERNELS = (9, 10)
 
 
 def why_no_fp8_products() -> str | None:
@@ -247,16 +256,6 @@ def has_grouped_kernel(dtype: torch.dtype) -> bool:
     group after a copy of the offsets to the host, which waits for them.
     """
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device())[0] in _GROUPED_MAJORS
-
-
-def why_no_fp8_kernels() -> str | None:
-    """Return why our Triton kernels of products in FP8 do not run here; None where they do: on Hopper and Blackwell."""
-    if not has_streams():
-        return "there is no CUDA device"
-    major, minor = torch.cuda.get_device_capability(device())
-    if major not in _FP8_KERNELS:
-        return f"the device's compute capability is {major}.{minor}, and the kernels of FP8 are for 9.x and 10.x"
-    return None
 
 
 # ---- A CUDA stream next to the current one, for work that needs few results of others and hides behind their messages.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -231,14 +231,9 @@ def is_autocast_on(device_type: str) -> bool:
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
-@contextmanager
-def without_autocast(device_type: str) -> Iterator[None]:
-    """Run the block with autocast off for this type of device, and restore it afterwards."""
-    if not is_autocast_on(device_type):
-        yield
-        return
-    with torch.autocast(device_type, enabled=False):
-        yield
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a block with autocast off for this type of device."""
+    return torch.autocast(device_type, enabled=False) if is_autocast_on(device_type) else nullcontext()
 
 
 def unaffected_by_autocast(function: _Function) -> _Function:

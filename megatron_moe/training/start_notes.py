@@ -10,7 +10,7 @@ import torch
 
 from megatron_moe import platform
 from megatron_moe.config import rules
-from megatron_moe.config.cuda_graphs import Obstacle, captured_modules, existing_modules, obstacle
+from megatron_moe.config.cuda_graphs import captured_modules, existing_modules, obstacle
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.latent_exchange import exchange_cost
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
@@ -135,12 +135,12 @@ def _graph_notes(run: Run) -> list[str]:
     notes, steps = [], run.training.cuda_graph_warmup_steps
     if captured := captured_modules(run):
         notes.append(f"CUDA graphs of {', '.join(captured)}, after {steps} steps. This was not verified on hardware")
-    left_out: dict[Obstacle, list[str]] = {}
+    left_out: dict[tuple[str, str], list[str]] = {}
     for module in existing_modules(run) if run.training.cuda_graph_modules is None else ():
         if (found := obstacle(run, module)) is not None:
             left_out.setdefault(found, []).append(module)
-    for found, modules in left_out.items():
-        notes.append(f"no CUDA graph of {', '.join(modules)}: {spelled(run, found.fields[0])}: {found.reason}")
+    for (field, reason), modules in left_out.items():
+        notes.append(f"no CUDA graph of {', '.join(modules)}: {spelled(run, field)}: {reason}")
     return notes
 
 
@@ -193,7 +193,9 @@ def _overlap_notes(run: Run, world_size: int) -> list[str]:
             rules.check(candidate, world_size)
             run = candidate
             found.append(f"--{name.replace('_', '-')}")
-    return [f"off, and worth a try on {ranks} data-parallel GPUs: {', '.join(found)}"] if found else []
+    if not found:
+        return []
+    return [f"off, and worth a try on {ranks} data-parallel GPUs: {', '.join(found)}"]
 
 
 def _expert_notes(trainer: Trainer) -> list[str]:

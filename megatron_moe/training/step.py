@@ -36,7 +36,7 @@ from megatron_moe.engine.schedules import (
     get_attr_wrapped_model,
     get_forward_backward_func,
     get_model_config,
-    own_loss_scale,
+    without_loss_scale,
 )
 from megatron_moe.model.attention import measured_attentions
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
@@ -137,7 +137,8 @@ def train_step(
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     for attention in measured_attentions(model):
-        attention.forget()
+        if attention.largest_logits is not None:
+            attention.largest_logits.fill_(-math.inf)  # they belong to no step, or to one that has ended
     snapshot = RouterSnapshot.capture(model)
     updates: list[RouterUpdate] = []
 
@@ -296,7 +297,7 @@ def run_micro_batches(
     # that the schedule sets is this step's, whatever was left in this process, and nobody's afterwards.
     # Weights in FP8 are shared by micro-batches; ZeRO stage 3 has no weight between its uses.
     shared = num_micro_batches > 1 and not isinstance(model[0], FullyShardedDataParallel)
-    with without_autocast(platform.device().type), own_loss_scale(platform.device()), blocks_kept(shared):
+    with without_autocast(platform.device().type), without_loss_scale(platform.device()), blocks_kept(shared):
         batches = prepare_global_batch(
             model,
             batches,

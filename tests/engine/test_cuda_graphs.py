@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megatron_moe.engine.cuda_graphs import CudaGraphs, GraphedCall
-from tests.helpers.recorded_graphs import RecordedGraph
+from tests.helpers.recorded_graphs import RecordedGraphs
 
 MARK = "grad_added_to_main_grad"
 
@@ -27,15 +27,8 @@ class Scaled(torch.nn.Module):
 
 
 def test_a_call_replays_after_the_warm_up_and_captures_for_each_pass_in_flight_and_each_shape():
-    made: list[RecordedGraph] = []
-    beside: list[int] = []
-    waited: list[Any] = []
-
-    def new_graph(pool: Any) -> RecordedGraph:
-        made.append(RecordedGraph(pool))
-        return made[-1]
-
-    graphs, module = CudaGraphs(1, new_graph), Scaled()
+    made, beside, waited = RecordedGraphs(), list[int](), list[Any]()
+    graphs, module = CudaGraphs(1, made), Scaled()
     hooks: dict[str, Any] = {"before_replay": waited.append, "beside_replay": lambda x: beside.append(len(x))}
     call = GraphedCall(graphs, module, [module], "pool", **hooks)
     inputs = [torch.tensor(values, requires_grad=True) for values in ([1.0, 4.0], [5.0, 2.0], [3.0, 3.5])]

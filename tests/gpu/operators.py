@@ -16,17 +16,10 @@ from megatron_moe.model.build import _Lookup
 from megatron_moe.model.cross_entropy import cross_entropy, linear_cross_entropy
 from megatron_moe.model.mla import rotated
 from megatron_moe.model.norm import RMSNorm
-from megatron_moe.moe import dispatch, experts
+from megatron_moe.moe import experts
+from megatron_moe.moe import rows as moves
 from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
-from megatron_moe.moe.grouped_gemm_fp8 import (
-    E4M3,
-    E5M2,
-    TILE,
-    Tiles,
-    TransformerEngineFp8,
-    triton_fp8,
-    why_not_by_triton,
-)
+from megatron_moe.moe.grouped_gemm_fp8 import E4M3, E5M2, TILE, Tiles, TransformerEngineFp8, why_not_by_triton
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_products as kernels_of
 from megatron_moe.parallel import groups
 from tests.gpu.stage import Stage
@@ -153,12 +146,12 @@ def permutation(stage: Stage, dtype: torch.dtype, size: int) -> None:
         return rows.new_zeros(tokens, width).index_add(0, source, rows)
 
     rows = draw(tokens * topk, width, dtype=dtype)
-    compare(stage, "gather_and_sum", lambda r, s: dispatch.sum_copies(r, s // topk, slots.to(r.device)), [rows, order],
+    compare(stage, "gather_and_sum", lambda r, s: moves.sum_copies(r, s // topk, slots.to(r.device)), [rows, order],
             lambda r, s: sums(r, s // topk, s))  # fmt: skip
     compare(stage, "gather_and_sum with missing copies",
-            lambda r, s, p: dispatch.sum_copies(r, s, p, partial=True), [rows[: len(kept)], kept // topk, partial],
+            lambda r, s, p: moves.sum_copies(r, s, p, partial=True), [rows[: len(kept)], kept // topk, partial],
             sums)  # fmt: skip
-    compare(stage, "copy_rows", lambda t, s, p: dispatch.copy_rows(t, s, p),
+    compare(stage, "copy_rows", lambda t, s, p: moves.copy_rows(t, s, p),
             [draw(tokens, width, dtype=dtype), source, slots], lambda t, s, p: t[s])  # fmt: skip
 
 
@@ -214,6 +207,8 @@ def fp8_products(stage: Stage, size: int) -> None:
 
 def _tiles(stage: Stage, size: int) -> None:
     """Compare the tiles that our kernels cut with those that torch cuts on the CPU: numbers and scales, bit for bit."""
+    from megatron_moe.kernels import triton_fp8
+
     counts = [1, 0, 37, 128 * size, 3, 200]
     rows, offsets = draw(sum(counts), 200 * size, dtype=torch.bfloat16), torch.tensor(counts).cumsum(0).to(torch.int32)
     rows *= torch.exp(4 * draw(*rows.shape, dtype=torch.bfloat16))
@@ -225,7 +220,7 @@ def _tiles(stage: Stage, size: int) -> None:
             blocks = Tiles.of(stack, TILE, TILE), Tiles.of(on_device[1], TILE, TILE)
             pairs = [(a.numbers, b.numbers) for a, b in (rounded, blocks)]
             pairs += [(a.scales, b.scales) for a, b in (rounded, blocks)]
-            numbers, scales = triton_fp8().cut_columns(on_device[0], on_device[2], dtype)
+            ((numbers, scales),) = triton_fp8.cut_columns(on_device[0].unsqueeze(1), on_device[2], dtype)
             start = 0
             for expert in rows.split(counts):
                 wanted = Tiles.of(expert, TILE, 1, dtype)

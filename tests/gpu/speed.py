@@ -4,6 +4,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from benchmarks.contestants import Bound, engine_config, ours
 from benchmarks.problem import Problem, Shape, make_problem, oracle, relative_error
 from megatron_moe import platform
 from megatron_moe.model.cuda_graphs import replay_graphs
-from megatron_moe.moe.dispatch import copy_rows, sum_copies
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import TorchProduct
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_products, why_not_by_triton
 from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.rows import copy_rows, sum_copies
 from megatron_moe.parallel import groups
 from tests.gpu.operators import error_of, one_rank
 from tests.gpu.stage import Stage, milliseconds
@@ -278,17 +279,11 @@ def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dic
         "grouped product": (lambda _: TorchProduct()(copies, weight, offsets), 0, 4 * rows * hidden * width),
     }
     flops_of_product, ends = calls["grouped product"][2], offsets.cpu()
-    for form, why, read in (
-        ("triton", why_not_by_triton(), offsets),
-        ("scaled", platform.why_no_fp8_products(), ends),
-    ):
+    forms = {"triton": (why_not_by_triton(), offsets), "scaled": (platform.why_no_fp8_products(), ends)}
+    for form, (why, read) in forms.items():
         if why is None:
-            in_fp8, _ = fp8_products("e4m3", form)
-            calls[f"grouped product, FP8 {form}"] = (
-                lambda _, product=in_fp8, read=read: product(copies, weight, read),
-                0,
-                flops_of_product,
-            )
+            in_fp8 = partial(fp8_products("e4m3", form)[0], copies, weight, read)
+            calls[f"grouped product, FP8 {form}"] = (lambda _, call=in_fp8: call(), 0, flops_of_product)
         else:
             stage.impossible(f"operator grouped product, FP8 {form}", why)
     for name, (call, moved, flops) in calls.items():

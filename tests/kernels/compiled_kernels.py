@@ -41,9 +41,9 @@ def launched(architecture: int) -> dict[str, tuple[Any, tuple[Any, ...], dict[st
     """Return a launch of each kernel: of DeepSeek-V3's MoE layer, attention and loss, on the meta device."""
     import torch
 
-    from megatron_moe.kernels import triton_fp8
     from megatron_moe.kernels.choice import launches_seen_by
     from megatron_moe.parallel.collectives import room_for_rows, weights_behind
+    from megatron_moe.platform import hardware
 
     fused = all_kernels()
     found: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
@@ -55,7 +55,7 @@ def launched(architecture: int) -> dict[str, tuple[Any, tuple[Any, ...], dict[st
     bf16, fp32, int64 = (
         partial(torch.empty, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32, torch.int64)
     )
-    capability = mock.patch.object(triton_fp8, "_capability", lambda _: divmod(architecture, 10))
+    capability = mock.patch.object(hardware, "capability", lambda _: divmod(architecture, 10))
     with capability, launches_seen_by(see):
         options = SimpleNamespace(topk=8, num_groups=8, group_topk=4, group_score="top2")
         fused.choose_experts(fp32(4096, 256), fp32(256), options)
@@ -84,8 +84,9 @@ def launched(architecture: int) -> dict[str, tuple[Any, tuple[Any, ...], dict[st
             e4m3, rows = torch.float8_e4m3fn, bf16(32768, 7168)
             matrices = fused.cut_matrices(bf16(32, 2, 2048, 7168))
             fused.multiply(fused.cut_rows(rows.unsqueeze(1), e4m3), matrices, ends, (2, 2048), torch.bfloat16)
-            _, columns = fused.cut_both(bf16(32768, 2, 2048), ends, e4m3)
-            fused.multiply_columns(columns, fused.cut_columns(rows, ends, e4m3), ends, fp32(32, 4096, 7168), True)
+            left, _ = fused.cut_columns(bf16(32768, 2, 2048), ends, e4m3, with_rows=True)
+            (right,) = fused.cut_columns(rows.unsqueeze(1), ends, e4m3)
+            fused.multiply_columns(left, right, ends, fp32(32, 4096, 7168), True)
     return found
 
 

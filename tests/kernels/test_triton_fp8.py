@@ -57,10 +57,11 @@ def test_tiles_have_the_bits_of_torchs_form(fused: Any, dtype: torch.dtype) -> N
     assert numbers.isnan().any() and scales.isinf().any()
     assert_same_bits(fused.cut_rows(rows, dtype), numbers, scales.flatten(1).t())
     assert_same_bits(fused.cut_into_tiles(rows, 1, 128, dtype), numbers, scales)
-    both = fused.cut_both(rows, OFFSETS, dtype)
-    assert_same_bits(both[0], numbers, scales.flatten(1).t())
+    both, of_rows = fused.cut_columns(rows, OFFSETS, dtype, with_rows=True)
+    assert_same_bits(of_rows, numbers, scales.flatten(1).t())
     rows = rows[:, 0].contiguous()
-    for columns, of_columns in (fused.cut_columns(rows, OFFSETS, dtype), (both[1][0][:200], both[1][1][:, :200])):
+    alone, both = fused.cut_columns(rows.unsqueeze(1), OFFSETS, dtype)[0], (both[0][:200], both[1][:, :200])
+    for columns, of_columns in (alone, both):
         assert columns.shape == (200, (sum(COUNTS) // 128 + len(COUNTS)) * 128)
         tile = 0  # each expert's rows begin at a tile, with zeros behind them
         for expert in rows.split(COUNTS):

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.recorded_graphs import RecordedGraph
+from tests.helpers.recorded_graphs import RecordedGraphs
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import DISTRIBUTED, PP2, SMALL, Trainer, digest
 
@@ -30,14 +30,9 @@ def trained(flags: dict[str, Any], graphs: bool) -> dict[str, Any]:
     from megatron_moe.model.cuda_graphs import replay_graphs
     from megatron_moe.model.generate import next_token_logits
 
-    made: list[RecordedGraph] = []
-
-    def new_graph(pool: Any) -> RecordedGraph:
-        made.append(RecordedGraph(pool))
-        return made[-1]
-
+    made = RecordedGraphs()
     trainer = Trainer({**SMALL, **BALANCED, "gradient_accumulation_fusion": False, **flags})
-    replaying = replay_graphs(trainer.run, trainer.model, new_graph) if graphs else None
+    replaying = replay_graphs(trainer.run, trainer.model, made) if graphs else None
     seen = []
     for _ in range(4):
         result = trainer.step(graphs=replaying)

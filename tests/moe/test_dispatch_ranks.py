@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.moe import dispatch
+from megatron_moe.moe import rows as moves
 from megatron_moe.moe.dispatch_by_node import ByNodeDispatcher
 from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
@@ -27,26 +28,20 @@ CASES = {
 
 
 class TwoExchanges(dispatch.AllToAllDispatcher):
-    """The all-to-all with an exchange of the rows and another of the weights."""
+    """The all-to-all with an exchange of the rows and another of the weights, each step a node of the graph."""
 
-    def prepare(self, hidden: torch.Tensor, decision: RoutingDecision) -> Any:
-        with mock.patch.object(dispatch, "pack_weighted", lambda rows, *_: rows):
-            _, plan = super().prepare(hidden, decision)
+    def dispatch(self, hidden: torch.Tensor, decision: RoutingDecision) -> Any:
+        _, plan = self.prepare(hidden, decision, lambda _, *tensors: tensors)
         sort, probs = plan.sent, decision.probs.flatten()
-        rows = dispatch.copy_rows(hidden, sort.source, sort.slots, self.drops)
+        rows = moves.copy_rows(hidden, sort.source, sort.slots, self.drops)
         of_choice = sort.slots.view(probs.shape[0], -1)
-        return (rows, dispatch.copy_rows(probs, sort.order, of_choice, self.drops)), plan
+        weights = moves.copy_rows(probs, sort.order, of_choice, self.drops)
+        sent, arrival = zip(*(self.send((one,), plan) for one in (rows, weights)))
 
-    def send(self, leaving: Any, plan: Any) -> Any:
-        (rows,), arrival = super().send(leaving[:1], plan)
-        return (rows, super().send(leaving[1:], plan)[0][0]), arrival
+        def sorted_alike(step: Any, *arrived: torch.Tensor) -> Any:
+            return [moves.copy_rows(one, step.order, step.inverse.unsqueeze(1)) for one in arrived]
 
-    def arrange(self, arrived: Any, plan: Any) -> Any:
-        def sorted_alike(_: Any, order: torch.Tensor, inverse: torch.Tensor, *__: Any) -> Any:
-            return tuple(dispatch.copy_rows(value, order, inverse.unsqueeze(1)) for value in arrived)
-
-        with mock.patch.object(dispatch, "unpack_weighted", sorted_alike):
-            return super().arrange(arrived, plan)
+        return self.arrange(tuple(one for (one,) in sent), arrival[0], sorted_alike)
 
 
 def exchanged(

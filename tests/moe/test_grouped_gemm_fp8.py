@@ -238,6 +238,7 @@ def test_hopper_and_blackwell_have_kernels_and_hopper_alone_has_the_scaled_produ
     for name, found in (("has_streams", True), ("device", torch.device("cpu")), ("backend", "nccl")):
         monkeypatch.setattr(hardware, name, lambda *_, found=found: found)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(hardware, "capability", lambda _tensor: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(fp8, "takes_kernels", lambda _: env_vars.chosen[env_vars.KERNELS] == "auto")
     if capability[0] == 9:

@@ -538,18 +538,13 @@ unread(
 def named_modules_can_be_captured(run: Run) -> None:
     """Refuse graphs of modules that the model does not have, or whose passes a graph cannot repeat."""
     named = run.training.cuda_graph_modules or ()
-    if {"moe", "moe_router"} <= set(named):
+    if "moe" in named and "moe_router" in named:
         raise Refusal(("cuda_graph_modules",), "moe holds the router; drop moe_router")
-    existing = existing_modules(run)
     for module in named:
-        if module == "moe_preprocess":
-            raise Refusal(
-                ("cuda_graph_modules",), "what prepares a dispatch is captured within moe alone; drop moe_preprocess"
-            )
-        if module not in existing:
-            raise Refusal(("cuda_graph_modules",), f"there is no {module} in this model; use {' '.join(existing)}")
+        if module not in (existing := existing_modules(run)):
+            raise Refusal(("cuda_graph_modules",), f"no {module} is captured in this model; use {' '.join(existing)}")
         if (found := obstacle(run, module)) is not None:
-            raise Refusal(("cuda_graph_modules", *found.fields), f"no graph of {module}: {found.reason}")
+            raise Refusal(("cuda_graph_modules", found[0]), f"{found[1]}; drop {module}, or change the other setting")
 
 
 refuse(
