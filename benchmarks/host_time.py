@@ -59,8 +59,9 @@ def nothing_runs(stack: ExitStack, ep: int) -> None:
         return left.new_zeros(left.shape[0], right.shape[1], dtype=out_dtype or left.dtype)
 
     rows = [TOKENS * TOPK // ep] * ep
+    forms = {env_vars.KERNELS: "triton", env_vars.CPU_KERNELS: "torch"}
     stack.enter_context(mock.patch.object(active, "_active", driver()))
-    stack.enter_context(mock.patch.dict(env_vars.chosen, {env_vars.KERNELS: "triton"}))
+    stack.enter_context(mock.patch.dict(env_vars.chosen, forms))
     stack.enter_context(mock.patch.object(hardware, "on_cpu", lambda tensor: False))
     stack.enter_context(mock.patch.object(AllToAllDispatcher, "splits", lambda self, copied: (rows, rows)))
     stack.enter_context(mock.patch.object(F, "grouped_mm", grouped_product))
