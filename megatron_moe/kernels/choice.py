@@ -6,7 +6,7 @@ for all tensors, MEGATRON_MOE_KERNELS, and for a CPU's, MEGATRON_MOE_CPU_KERNELS
 
 The kernels in C (`cpu.c`) are compiled with gcc at first use, kept in the user's cache, and called through ctypes. They
 compute the bits of torch's form (the source says how), in one pass instead of some twenty. Products of groups of rows
-(`cpu_products.py`) add in an order of their own. Where they cannot be had, torch's form computes: on another processor
+(`cpu_products.c`) add in an order of their own. Where they cannot be had, torch's form computes: on another processor
 than x86-64 with AVX2, without gcc, and where a rank of the run lacks them (`same_on_all_ranks`).
 
 `launch` runs a Triton kernel: not for an empty grid, and not for tensors without memory.
@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,6 +37,7 @@ from torch import Tensor
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replacing
 from megatron_moe.platform import env_vars
+from megatron_moe.platform.cpu_half_gemm import multiply_in_fp32
 from megatron_moe.precision.packed_state import ADAM_FACTORS, AdamState, AdamStep, StochasticRounding, update_by_torch
 
 _P = ParamSpec("_P")
@@ -48,6 +50,7 @@ _COMPILER_SECONDS = 600  # gcc takes 5 s; a machine may be busy with much else
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Below this many numbers threads cost more than they save; torch's own operations draw the line there too.
 _NUMBERS_PER_THREAD = 32768
+_MULTIPLICATIONS_PER_THREAD = 2**20
 
 
 class _Unavailable(Exception):
@@ -273,6 +276,107 @@ def _call(name: str, operands: tuple[Tensor, ...], rows: int, width: int, thread
     function = getattr(library(), f"{name}_{_NAMES[operands[0].dtype]}")
     pointers = [ctypes.c_void_p(one.data_ptr()) for one in operands]
     function(*pointers, ctypes.c_longlong(rows), ctypes.c_longlong(width), ctypes.c_int(threads), *more)
+
+
+# Products of groups of rows (`cpu_products.c`). Torch calls a library for each group: oneDNN for bf16, MKL for fp32,
+# which leaves AVX-512 to Intel's processors. The kernel computes all groups at once, where the processor has AVX-512
+# and no library is faster. Its bits are not always torch's, so that it computes also while something watches.
+
+
+class _Product(ctypes.Structure):
+    """The argument of the functions in C, whose struct `Product` says what the fields are."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("left", "right", "result", "ends", "room")),
+        *((name, ctypes.c_longlong) for name in ("groups", "rows", "height", "width", "depth")),
+        *((name, ctypes.c_longlong) for name in ("left_stride", "right_stride", "right_group", "columns", "next")),
+        *((name, ctypes.c_int) for name in ("over_rows", "transposed", "adds", "rounds", "threads")),
+    )
+
+
+def takes_products(left: Tensor, right: Tensor) -> bool:
+    """Return whether the kernel multiplies these operands of `grouped_product`."""
+    if left.dtype not in _NAMES or right.dtype != left.dtype or not in_memory(left) or multiply_in_fp32(left):
+        return False
+    if why_no_c() is not None or (left.shape[-1] % 2 and right.dim() == 3):
+        return False
+    if not hasattr(library(), f"grouped_product_{_NAMES[left.dtype]}"):
+        return False
+    return left.dtype != torch.float32 or _mkl_leaves_avx512()
+
+
+@functools.cache
+def _mkl_leaves_avx512() -> bool:
+    """Return whether torch multiplies fp32 by MKL, and the processor is not Intel's."""
+    with suppress(OSError):
+        return torch.backends.mkl.is_available() and "GenuineIntel" not in Path("/proc/cpuinfo").read_text()
+    return False
+
+
+def grouped_product(left: Tensor, right: Tensor, offsets: Tensor, result: Tensor) -> None:
+    """Write what `torch.nn.functional.grouped_mm` returns into `result`, of operands that `takes_products` takes.
+
+    Args:
+        left, right: [R, K] and [e, K, N], a matrix for each group of rows; or [N, R] and [R, K], a sum over the rows of
+            each group.
+        offsets: [e] int32, the end of each group's rows.
+        result: [R, N] or [e, N, K], contiguous, in the operands' dtype.
+
+    Raises:
+        ValueError: the offsets decrease, or are beyond the rows.
+    """
+    _multiply(left.t() if right.dim() == 2 else left, right, offsets, result)
+
+
+def add_sums(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor, rounds: bool) -> None:
+    """Add left_e^T right_e to the sum of each expert e, in place.
+
+    Args:
+        total: [e, N, K] fp32, contiguous.
+        left, right: [R, N] and [R, K], which `takes_products` takes as left^T and right.
+        offsets: [e] int32, the end of each expert's rows.
+        rounds: whether to round each product to the operands' dtype before it is added.
+    """
+    _multiply(left, right, offsets, total, adds=True, rounds=rounds)
+
+
+def _multiply(
+    left: Tensor, right: Tensor, offsets: Tensor, result: Tensor, adds: bool = False, rounds: bool = False
+) -> None:
+    """Call the kernel. left: [R, ...], also for sums over rows; see `grouped_product` for the rest."""
+    over_rows = right.dim() == 2
+    transposed = not over_rows and right.stride(-2) == 1
+    if left.stride(-1) != 1:
+        left = left.contiguous()
+    if right.stride(-1) != 1 and not transposed:
+        right = right.contiguous()
+    multiplications = left.numel() * right.shape[-1]
+    threads = max(1, min(torch.get_num_threads(), multiplications // _MULTIPLICATIONS_PER_THREAD))
+    room = np.empty(threads * ctypes.c_longlong.in_dll(library(), "product_room").value + 64, np.uint8)
+    task = _Product(
+        left=left.data_ptr(),
+        right=right.data_ptr(),
+        result=result.data_ptr(),
+        ends=offsets.data_ptr(),
+        room=-(-room.ctypes.data // 64) * 64,
+        groups=offsets.shape[0],
+        rows=left.shape[0],
+        height=left.shape[1] if over_rows else 0,
+        width=right.shape[-1],
+        depth=0 if over_rows else right.shape[1],
+        left_stride=left.stride(0),
+        right_stride=right.stride(-1) if transposed else right.stride(-2),
+        right_group=0 if over_rows else right.stride(0),
+        over_rows=over_rows,
+        transposed=transposed,
+        adds=adds,
+        rounds=rounds,
+        threads=threads,
+    )
+    if not getattr(library(), f"grouped_product_{_NAMES[left.dtype]}")(ctypes.byref(task)):
+        raise ValueError(
+            f"offsets {offsets.tolist()[:8]}...: must not decrease, nor be beyond the {left.shape[0]} rows"
+        )
 
 
 # ---- Compiling and loading them.

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.engine.patching import replaced
-from megatron_moe.kernels import cpu_products
+from megatron_moe.kernels import choice
 from megatron_moe.kernels.choice import has_kernel, is_watched
 from megatron_moe.platform import cpu_half_gemm, hardware, numerics
 from megatron_moe.platform.numerics import unaffected_by_autocast
@@ -154,7 +154,7 @@ def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
 
 def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """Return what `cpu_half_gemm.grouped_product` returns, on a CPU by the kernel in C where there is one."""
-    if not cpu_products.takes_products(left, right):
+    if not choice.takes_products(left, right):
         return cpu_half_gemm.grouped_product(left, right, offsets)
     if is_watched():  # by what would not see the kernel, and may change no bit
         result = cpu_half_gemm.grouped_product(left, right, offsets)
@@ -162,7 +162,7 @@ def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
         result = left.new_empty((offsets.shape[0], left.shape[0], right.shape[1]))
     else:
         result = left.new_empty((left.shape[0], right.shape[-1]))
-    cpu_products.grouped_product(left, right, offsets, result)
+    choice.grouped_product(left, right, offsets, result)
     return result
 
 
@@ -205,8 +205,8 @@ def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, offsets: Ten
         left, right: [R, N] and [R, K], grouped by expert, of one dtype.
         offsets: [e] int32, the end of each expert's rows. The form in torch reads them on the host.
     """
-    if cpu_products.takes_products(left.t(), right):
-        cpu_products.add_sums(total, left, right, offsets, rounds=False)
+    if choice.takes_products(left.t(), right):
+        choice.add_sums(total, left, right, offsets, rounds=False)
         if not is_watched():
             return
         total = total.clone()  # torch's form is shown on a copy
@@ -240,8 +240,8 @@ def added_to_main_grad(weights: Tensor, left: Tensor, right: Tensor, offsets: Te
     if total is None:
         return False
     experts = total.view(total.shape[0], -1, total.shape[-1])
-    if rounded and cpu_products.takes_products(left.t(), right):
-        cpu_products.add_sums(experts, left, right, offsets, rounds=True)
+    if rounded and choice.takes_products(left.t(), right):
+        choice.add_sums(experts, left, right, offsets, rounds=True)
     elif rounded:
         for expert, product in cpu_half_gemm.products_over_rows(left.t(), right, offsets):
             experts[expert] += product

@@ -110,7 +110,7 @@ LAUNCHES: dict[str, tuple[int, dict[str, Any]]] = {
     "EP 8, shared expert": (60, {"ep": 8, "shared": 2048}),
     "EP 8, groups": (45, {"ep": 8, "moe_router_num_groups": 8, "moe_router_group_topk": 4}),
     "EP 8, a loss for each sequence": (
-        83,  # the first pass makes its sum
+        83,
         {"ep": 8, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-4},
     ),
     "EP 1, FP8": (39, {"fp8_format": "e4m3"}),

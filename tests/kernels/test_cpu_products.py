@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_moe.kernels import choice, cpu_products
+from megatron_moe.kernels import choice
 from megatron_moe.moe.grouped_gemm import add_grouped_product, added_to_main_grad, grouped_product
 from megatron_moe.platform import cpu_half_gemm, env_vars
 from tests.helpers.called import Called
@@ -19,8 +19,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 def dtype(request, monkeypatch):
     monkeypatch.setitem(env_vars.chosen, env_vars.HALF_PRODUCTS, "native")
     monkeypatch.setitem(env_vars.chosen, env_vars.CPU_KERNELS, "auto")
-    monkeypatch.setattr(cpu_products, "_library_leaves_avx512", lambda: True)
-    if not cpu_products.takes_products(torch.ones(2, 2, dtype=request.param), torch.ones(2, 2, dtype=request.param)):
+    monkeypatch.setattr(choice, "_mkl_leaves_avx512", lambda: True)
+    if not choice.takes_products(torch.ones(2, 2, dtype=request.param), torch.ones(2, 2, dtype=request.param)):
         pytest.skip("the kernel cannot be had here")
     return request.param
 

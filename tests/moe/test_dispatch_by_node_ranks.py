@@ -44,7 +44,7 @@ def counted_steps(run: Run, machine: int) -> dict[str, Any]:
                 sent.append(count * given.shape[1] * given.element_size())
         return exchange(out, given, out_splits, in_splits, group=group)
 
-    def prepared(self: Any, hidden: Any, decision: Any) -> Any:
+    def prepared(self: Any, hidden: Any, decision: Any, *do: Any) -> Any:
         group, topk = self.groups.expert, decision.expert_ids.shape[1]
         nodes = group.size() // machine
         away = self.destinations(decision) * nodes // self.num_experts
@@ -56,7 +56,7 @@ def counted_steps(run: Run, machine: int) -> dict[str, Any]:
         # Tokens and gradients of their results, then results and gradients of copies.
         wanted.append(choices * (packed + row) if plain else tokens * (2 * row + topk * (4 + weight)))
         wanted.append(choices * (packed + row))
-        return prepare(self, hidden, decision)
+        return prepare(self, hidden, decision, *do)
 
     with mock.patch.object(dist, "all_to_all_single", exchanged), mock.patch.object(kind, "prepare", prepared):
         found = mtp_cases.steps(run, count=2)
