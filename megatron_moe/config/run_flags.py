@@ -212,11 +212,23 @@ class DataConfig:
         None, "TikTokenizer: the first special tokens; default: <unk> <s> </s> <mask> <pad> <cls> <sep>"
     )
     num_workers: int = setting(0, "processes that read data, per rank", within=COUNT)
-    reset_position_ids: bool = setting(False, "positions start again after an end-of-document token")
+    reset_position_ids: bool = setting(False, "positions, those of rotary embeddings too, start again at each document")
     reset_attention_mask: bool = setting(
         False, "tokens attend to their own document alone, and none is trained to predict the next document's first"
     )
-    eod_mask_loss: bool = setting(False, "no loss on end-of-document tokens")
+    document_boundaries: str = setting(
+        "index",
+        "what the two flags above take for a document: one of the indexed file, or what ends with an end-of-document "
+        "token (Megatron-LM's)",
+        choices=("index", "eod"),
+    )
+    packing: str = setting(
+        "none",
+        "how documents fill sequences: one after the other and cut anywhere, or whole where they fit, in their order "
+        "(greedy) or with least padding (best-fit)",
+        choices=("none", "greedy", "best-fit"),
+    )
+    eod_mask_loss: bool = setting(False, "no loss on what is predicted from an end-of-document token")
     no_mmap_bin_files: bool = setting(False, "read .bin files instead of mapping them")
     data_verify_gb: float = setting(
         4.0,

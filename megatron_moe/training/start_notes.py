@@ -9,6 +9,7 @@ from megatron_moe import platform
 from megatron_moe.config.latent_exchange import exchange_cost
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
 from megatron_moe.config.schema import Run
+from megatron_moe.data.datasets import sample_facts
 from megatron_moe.engine import defects
 from megatron_moe.io.texts import listed
 from megatron_moe.kernels import choice
@@ -62,6 +63,7 @@ def report_start(trainer: Trainer) -> None:
         *trainer.build_notes,
         *_precision_notes(run),
         *frozen,
+        *_document_notes(trainer),
         *_sharding_notes(run, ranks.world_size),
         *_expert_notes(trainer),
         *kernels,
@@ -112,6 +114,17 @@ _FP8_FORMS = {
     "scaled": "by torch's scaled product",
     "te": "by Transformer Engine",
 }
+
+
+def _document_notes(trainer: Trainer) -> list[str]:
+    """Say how many documents a training sequence has, and what is lost to padding."""
+    data, train = trainer.run.data, trainer.splits.train
+    if data.program_data or train is None or (facts := sample_facts(train)) is None:
+        return []
+    counted = f"documents: {facts.documents:.2f} of the index in a sequence on average"
+    if data.document_boundaries == "eod":
+        counted += ", where each end-of-document token ends one (--document-boundaries eod)"
+    return [f"{counted}; {100 * facts.padding:.2f} % of positions are padding (--packing {data.packing})"]
 
 
 def _sharding_notes(run: Run, world_size: int) -> list[str]:
