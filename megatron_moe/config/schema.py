@@ -180,7 +180,7 @@ class DerivedSettings:
 
     @cached_property
     def routers_know_documents(self) -> bool:
-        """Whether routers get a micro-batch's `documents`: some of its tokens may be padding, or they balance by them."""
+        """Whether routers are told `documents`, because tokens may be padding, or because they balance by documents."""
         data = self._run.data
         may_pad = data.packing != "none" or data.program_data
         return data.reset_attention_mask and (may_pad or self._run.moe.moe_seq_aux_loss_per == "document")

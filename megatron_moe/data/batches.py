@@ -105,10 +105,10 @@ class Reader:
             sample = consumed_samples + self._first + row
             if hasattr(self._dataset, "blame"):  # a program's own samples
                 raise ValueError(self._dataset.blame(int(packed[tuple(bad)]), sample, self._vocab_size))
+            where = location_of_token(self._dataset, sample, column, bool(is_label))
             raise ValueError(
                 f"token id {int(packed[tuple(bad)])} in sample {sample}, outside the vocabulary of {self._vocab_size} "
-                f"ids: {location_of_token(self._dataset, sample, column, bool(is_label))}; the file changed after it was "
-                "written, or after the start of the run"
+                f"ids: {where}; the file changed after it was written, or after the start of the run"
             )
         return packed
 

@@ -173,7 +173,8 @@ class PackedSamples(MegatronDataset):
         if config.document_boundaries == "eod":
             crosses[:end] = tokens[:end] == eod
             firsts[1:end] |= crosses[: end - 1]
-        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": torch.arange(length)}
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask.float()}
+        sample["position_ids"] = torch.arange(length)
         _finish(sample, firsts, crosses, end, config)
         return sample
 

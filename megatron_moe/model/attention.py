@@ -103,8 +103,8 @@ class SDPACoreAttention(torch.nn.Module):
             query: [S, B, n, dk]; S / CP in place of S under context parallelism, here and below.
             key, value: [S, B, g, dk] and [S, B, g, dv]; S as it is with `WHOLE`.
             attention_mask: what a batch has as its `documents`, [B, S] int64: for each token the position in the whole
-                sequence of the first one that it sees, its document's. None: a sequence is one document. The mask is
-                causal by construction.
+                sequence of the first one that it sees, its document's; -1 for padding, whose context is 0. None: a
+                sequence is one document. The mask is causal by construction.
             attention_bias, packed_seq_params: None.
         """
         if attention_bias is not None or packed_seq_params is not None:
@@ -230,8 +230,10 @@ def largest_in_pieces(
         documents: see `pieces_of`.
     """
     keys = all_gather_sequence(key, over.group) if over.gathers else key
-    largest = []
+    largest = [query.new_full(query.shape[2:3], -math.inf, dtype=torch.float32)]
     for rows, queries, own, earlier in over.pieces(query.shape[0], documents):
+        if own.stop == own.start:
+            continue
         seen = keys[earlier.start : own.stop, rows]
         largest.append(largest_logits(query[queries, rows], seen, scale, own.start - earlier.start))
     return torch.stack(largest).amax(0)

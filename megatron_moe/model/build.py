@@ -127,10 +127,25 @@ class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
         moe_options: the options of the model's MoE layers, also on a pipeline stage that has none of them; None for a
             dense model.
         token_loss: a program's own loss; None: cross entropy.
+        routers_know_documents: whether a step passes the tokens' `documents` as padding_mask too.
     """
 
     moe_options: MoEOptions | None = None
     token_loss: TokenLoss | None = None
+    routers_know_documents: bool = False
+
+    def rows_of_rank(self, rows: Tensor) -> Tensor:
+        """Return [B, S / TP] of `rows` [B, S], one number per token, under sequence parallelism; else all of them."""
+        if not self.config.sequence_parallel:
+            return rows
+        group = self.pg_collection.tp
+        return rows.chunk(group.size(), dim=1)[group.rank()].contiguous()
+
+    def _preprocess(self, *args: Any, padding_mask: Tensor | None = None, **options: Any) -> Any:
+        """Return the engine's inputs of the layers. The engine does not split padding_mask on later stages."""
+        if padding_mask is not None and not self.pre_process:
+            padding_mask = self.rows_of_rank(padding_mask)
+        return super()._preprocess(*args, padding_mask=padding_mask, **options)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -514,6 +529,7 @@ def _chunk(
             vp_stage=vp_stage,
         )
     chunk.moe_options = settings.moe
+    chunk.routers_know_documents = run.derived.routers_know_documents
     without_second_table(chunk)
     if chunk.post_process:
         layer_class = OutputLayerWithLoss if run.model.cross_entropy_loss_fusion else OutputLayer

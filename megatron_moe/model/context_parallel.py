@@ -86,7 +86,7 @@ class Piece(NamedTuple):
     """Neighbouring queries that see the same earlier keys, and each its own key and those between.
 
     rows: the sequences of the micro-batch. queries: their places in this rank's part. own: the keys of the same tokens,
-    in the whole sequence. earlier: the keys before them.
+    in the whole sequence; empty for padding, which sees none. earlier: the keys before them.
     """
 
     rows: slice
@@ -105,8 +105,8 @@ def pieces_of(length: int, firsts: tuple[int, ...], documents: Tensor | None = N
 
     Args:
         length: tokens of a sequence on this rank, in equal chunks that begin at `firsts` in the whole sequence.
-        documents: [B, length] int64, for each token the position in the whole sequence of its document's first token;
-            None: a sequence is one document.
+        documents: [B, length] int64, for each token the position in the whole sequence of its document's first token,
+            -1 for padding; None: a sequence is one document.
     """
     chunk, found = length // len(firsts), []
     for index, first in enumerate(firsts):
@@ -120,8 +120,10 @@ def pieces_of(length: int, firsts: tuple[int, ...], documents: Tensor | None = N
             starts, counts = torch.unique_consecutive(of_row, return_counts=True)
             for start, count in zip(starts.tolist(), counts.tolist()):
                 queries = slice(begin + place, begin + place + count)
-                own = slice(first + place, first + place + count)
-                found.append(Piece(slice(row, row + 1), queries, own, slice(start, own.start)))
+                own, earlier = slice(first + place, first + place + count), slice(start, first + place)
+                if start < 0:
+                    own = earlier = slice(0, 0)
+                found.append(Piece(slice(row, row + 1), queries, own, earlier))
                 place += count
     return found
 
@@ -225,12 +227,14 @@ def attend_pieces(
         pieces: all queries, each in one piece.
 
     Returns:
-        context [B, n, S / CP, dv] and logsumexp [B, n, S / CP], fp32.
+        context [B, n, S / CP, dv] and logsumexp [B, n, S / CP], fp32; zeros for padding.
     """
     width = value.shape[-1]
     query, key, value = of_one_width(query, key, value)
-    contexts, logsumexps = query.new_empty((*query.shape[:3], width)), query.new_empty(query.shape[:3])
+    contexts, logsumexps = query.new_zeros((*query.shape[:3], width)), query.new_zeros(query.shape[:3])
     for piece in pieces:
+        if piece.own.stop == piece.own.start:
+            continue
         at = (piece.rows, slice(None), piece.queries)
         queries, own = query[at], (piece.rows, slice(None), piece.own)
         context, logsumexp = attend_block(queries, key[own], value[own], scale, True)
@@ -299,13 +303,18 @@ def attend_with_torch(
     by_row: dict[int | None, list[Tensor]] = {}
     for rows, queries, own, earlier in over.pieces(query.shape[2], documents):
         seen = slice(earlier.start, own.stop)
+        operands = (query[rows, :, queries], key[rows, :, seen], value[rows, :, seen])
+        contexts = by_row.setdefault(rows.start, [])
+        if seen.stop == seen.start:
+            # Zeros that depend on all operands: the backward pass of the exchange needs every rank.
+            zero = sum(operand[:, :, :0].sum() for operand in operands)
+            contexts.append(zero.expand(*operands[0].shape[:3], value.shape[-1]))  # type: ignore[union-attr]
+            continue
         # The mask is a description and not a matrix. Its tensor class cannot be created under a dispatch mode, so the
         # modes that audit or count operations are disabled while it is.
         with _disable_current_modes():
             mask = causal_lower_right(own.stop - own.start, seen.stop - seen.start)
-        operands = (query[rows, :, queries], key[rows, :, seen], value[rows, :, seen])
-        context = attend(*operands, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped)
-        by_row.setdefault(rows.start, []).append(context)
+        contexts.append(attend(*operands, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped))
     return torch.cat([torch.cat(contexts, dim=2) for contexts in by_row.values()])
 
 

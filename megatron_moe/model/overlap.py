@@ -163,7 +163,9 @@ class MoESteps(DenseSteps):
             else:
                 normed = norm(hidden)
             tokens = normed.reshape(-1, normed.shape[-1])
-            decision = self.moe.router.route(tokens, num_sequences=normed.shape[1])
+            padding = node.chunk_state.padding_mask
+            is_padding = None if padding is None else padding.transpose(0, 1).reshape(-1)
+            decision = self.moe.router.route(tokens, is_padding, num_sequences=normed.shape[1])
             leaving, state.plan = self.dispatcher.prepare(tokens, decision)
             # After the routing, as in the layer: gradients of `normed` are then added in the same order.
             shared = None if self.moe.shared_experts is None else self.moe.compute_shared(normed)

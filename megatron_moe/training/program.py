@@ -31,7 +31,8 @@ class Samples(Protocol):
 
 Data = Samples | Iterable[Any]
 """Where samples come from. One sample is S + 1 token ids, or a dict of `tokens` and `labels` [S] with, where wanted,
-`loss_mask`, `position_ids` and, with --reset-attention-mask, `documents` [S]. What has no length is read from its beginning on, again for each evaluation."""
+`loss_mask`, `position_ids` and, with `--reset-attention-mask`, `documents` [S]. What has no length is read from its
+beginning on, again for each evaluation."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def _check_data(name: str, data: Any, run: Run) -> None:
 class ProgramSamples(Dataset):
     """A program's samples as the run reads them: dicts of int64 `tokens`, `labels`, `loss_mask`, `position_ids` [S].
 
-    With `--reset-attention-mask` also `documents` [S], see `data.batches.DOCUMENTS`; by default a sample is one document.
+    With `--reset-attention-mask` also `documents` [S] (`data.batches.DOCUMENTS`); by default a sample is one document.
     Samples with a length are repeated in their order where the run reads more.
     """
 
@@ -227,8 +228,8 @@ class ProgramSamples(Dataset):
         end = int((~padding).sum())
         if end == 0 or not torch.equal(documents, torch.where(places < end, expected, -1)):
             raise ValueError(
-                f"{self._name}: documents of sample {number} have to be, for each token, the position of its document's "
-                "first token, from 0 on, and -1 for padding behind them all"
+                f"{self._name}: documents of sample {number} have to be, for each token, the position of its "
+                "document's first token, from 0 on, and -1 for padding behind them all"
             )
         if loss_mask[padding].any():
             raise ValueError(f"{self._name}: sample {number} has loss_mask 1 where documents has -1, for padding")
