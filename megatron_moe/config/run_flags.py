@@ -212,13 +212,17 @@ class DataConfig:
         None, "TikTokenizer: the first special tokens; default: <unk> <s> </s> <mask> <pad> <cls> <sep>"
     )
     num_workers: int = setting(0, "processes that read data, per rank", within=COUNT)
-    reset_position_ids: bool = setting(False, "positions, those of rotary embeddings too, start again at each document")
+    reset_position_ids: bool = setting(
+        False,
+        "with --reset-attention-mask, rotary positions start again at each document; alone it changes no number, as in "
+        "Megatron-LM",
+    )
     reset_attention_mask: bool = setting(
         False, "tokens attend to their own document alone, and none is trained to predict the next document's first"
     )
     document_boundaries: str = setting(
         "index",
-        "what the two flags above take for a document: one of the indexed file, or what ends with an end-of-document "
+        "what is a document to --reset-attention-mask: one of the indexed file, or what ends with an end-of-document "
         "token (Megatron-LM's)",
         choices=("index", "eod"),
     )

@@ -26,13 +26,13 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_moe import platform
 from megatron_moe.config.pipeline_layout import Stage
 from megatron_moe.config.schema import Run
-from megatron_moe.parallel.sequence import context_parallel_slice
+from megatron_moe.parallel.sequence import balanced_places, context_parallel_slice
 from megatron_moe.platform.protocols import ProcessGroups
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-DOCUMENTS = "documents"
-"""For each token the position in its sequence of its document's first token, -1 for padding, where documents do not see
-each other."""
+DOCUMENTS, PLACES = "documents", "places"
+"""Of each token the place in its sequence of its document's first one, -1 for padding, where documents do not see each
+other; and, with ranks that share a sequence, the places of their tokens, the same in all sequences of a micro-batch."""
 Batch = dict[str, "Tensor | None"]
 
 
@@ -42,8 +42,8 @@ def keys_of(run: Run) -> tuple[str, ...]:
 
 
 def stage_reads(run: Run, stage: Stage) -> bool:
-    """Return whether a stage of the pipeline needs micro-batches: attention may need documents, rotary positions."""
-    return stage.reads_tokens or run.data.reset_attention_mask or run.data.reset_position_ids
+    """Return whether a stage of the pipeline needs micro-batches; every attention needs to know its documents."""
+    return stage.reads_tokens or run.data.reset_attention_mask
 
 
 def micro_batch_indices(
@@ -67,8 +67,14 @@ class Reader:
         num_workers: int,
         first: int = 0,
         keys: tuple[str, ...] = KEYS,
+        sharing: int = 1,
     ) -> None:
-        """Start the loader. `first`: the position in a round of the first sample that this rank takes."""
+        """Start the loader.
+
+        Args:
+            first: the position in a round of the first sample that this rank takes.
+            sharing: the ranks that share a sequence.
+        """
         self._dataset = dataset
         self._first = first
         self._vocab_size = vocab_size
@@ -77,7 +83,7 @@ class Reader:
             DataLoader(
                 dataset,
                 batch_sampler=indices,  # type: ignore[arg-type]
-                collate_fn=partial(_pack, keys),
+                collate_fn=partial(_pack, keys, sharing),
                 num_workers=num_workers,
                 multiprocessing_context="fork" if num_workers else None,
                 worker_init_fn=lambda _: signal.signal(signal.SIGINT, signal.SIG_IGN),  # type: ignore[arg-type, return-value]
@@ -113,9 +119,13 @@ class Reader:
         return packed
 
 
-def _pack(keys: tuple[str, ...], samples: list[dict[str, Tensor]]) -> Tensor:
-    """Return the samples as int64 [K, B, S]."""
-    return torch.stack([torch.stack([sample[key] for sample in samples]).to(torch.int64) for key in keys])
+def _pack(keys: tuple[str, ...], sharing: int, samples: list[dict[str, Tensor]]) -> Tensor:
+    """Return the samples as int64 [K, B, S]; with documents that `sharing` ranks share [K + 1, B, S], places behind."""
+    packed = [torch.stack([sample[key] for sample in samples]).to(torch.int64) for key in keys]
+    if DOCUMENTS in keys and sharing > 1:
+        places = balanced_places(packed[keys.index(DOCUMENTS)].numpy(), sharing)
+        packed.append(torch.from_numpy(places).view(1, -1).expand_as(packed[0]))
+    return torch.stack(packed)
 
 
 class SamplePart(NamedTuple):
@@ -186,6 +196,8 @@ class Receiver:
 
     def __init__(self, run: Run, pg_collection: ProcessGroups | None) -> None:
         self._keys = keys_of(run)
+        if DOCUMENTS in self._keys and run.parallel.context_parallel_size > 1:
+            self._keys = (*self._keys, PLACES)
         self._shape = (len(self._keys), run.training.micro_batch_size, run.model.seq_length)
         self._tp = None if pg_collection is None or pg_collection.tp.size() == 1 else pg_collection.tp
         self._cp = None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
@@ -199,9 +211,15 @@ class Receiver:
         if self._tp is not None:
             # One message for all keys: the loss mask is 0 or 1, exact as an integer.
             torch.distributed.broadcast(packed, torch.distributed.get_process_group_ranks(self._tp)[0], group=self._tp)
-        if self._cp is not None:
+        places = None
+        if PLACES in self._keys and self._cp is not None:
+            places = packed[-1, 0].view(self._cp.size(), -1)
+            packed = packed[..., places[self._cp.rank()]]
+        elif self._cp is not None:
             packed = context_parallel_slice(packed, self._cp.rank(), self._cp.size())
         batch: Batch = dict(zip(self._keys, packed.unbind()))
+        if places is not None:
+            batch[PLACES] = places
         batch["loss_mask"] = packed[self._keys.index("loss_mask")].float()
         return batch
 
@@ -256,12 +274,18 @@ class BatchIterator:
         consumed_samples: int,
         samples_per_round: int,
         hashed_from: int | None = None,
+        hashed_keys: int = len(KEYS),
     ) -> None:
-        """Initialise it. `hashed_from`: this rank's first place in a round where it hashes what it reads, else None."""
+        """Initialise it.
+
+        Args:
+            hashed_from: this rank's first place in a round where it hashes what it reads, else None.
+            hashed_keys: how many keys are hashed; those behind them depend on the layout.
+        """
         self._reader = reader
         self._receive = receive
         self._samples_per_round = samples_per_round
-        self._hashed_from = hashed_from
+        self._hashed_from, self._hashed_keys = hashed_from, hashed_keys
         self._words = NOTHING
         self.consumed_samples = consumed_samples
         self.observer: Callable[[Batch], None] | None = None
@@ -275,7 +299,8 @@ class BatchIterator:
             packed = None if self._reader is None else self._reader.read(self.consumed_samples)
             if packed is not None and self._hashed_from is not None:
                 first = self.consumed_samples + self._hashed_from
-                words = (sample_words(first + row, packed[:, row]) for row in range(packed.shape[1]))
+                samples = packed[: self._hashed_keys]
+                words = (sample_words(first + row, samples[:, row]) for row in range(samples.shape[1]))
                 self._words = added((self._words, *words))
             batch = self._receive(packed)
         self.consumed_samples += self._samples_per_round
@@ -322,8 +347,10 @@ def batch_iterators(
             vocab_size = run.model.vocab_size
             if vocab_size is None:
                 vocab_size = getattr(dataset, "vocab_size", None) or dataset.config.tokenizer.vocab_size  # type: ignore
-            reader = Reader(dataset, indices, vocab_size, run.data.num_workers, dp_rank * size, keys_of(run))
+            sharing = run.parallel.context_parallel_size
+            reader = Reader(dataset, indices, vocab_size, run.data.num_workers, dp_rank * size, keys_of(run), sharing)
         receiver = Receiver(run, pg_collection) if wanted else None
         hashed_from = dp_rank * size if hashed else None
-        found.append(BatchIterator(reader, receiver, consumed_samples, size * dp_size, hashed_from))
+        iterator = BatchIterator(reader, receiver, consumed_samples, size * dp_size, hashed_from, len(keys_of(run)))
+        found.append(iterator)
     return found

@@ -58,12 +58,7 @@ class SampleConfig(GPTDatasetConfig):
     packing: str = "none"
     document_boundaries: str = "index"
     documents_apart: bool = False
-    positions_by_document: bool = False
-
-    @property
-    def knows_documents(self) -> bool:
-        """Whether samples depend on where their documents begin."""
-        return self.documents_apart or self.positions_by_document
+    positions_restart: bool = False
 
 
 class SampleFacts(NamedTuple):
@@ -85,11 +80,10 @@ def _finish(sample: dict[str, Tensor], firsts: Tensor, crosses: Tensor, end: int
     """
     places = torch.arange(config.sequence_length)
     documents = torch.where(firsts, places, 0).cummax(0).values
-    if config.positions_by_document:
+    sample["loss_mask"] = sample["loss_mask"] * ~crosses
+    sample[DOCUMENTS] = torch.where(places < end, documents, -1)
+    if config.positions_restart:
         sample["position_ids"] = torch.where(places < end, places - documents, 0)
-    if config.documents_apart:
-        sample["loss_mask"] = sample["loss_mask"] * ~crosses
-        sample[DOCUMENTS] = torch.where(places < end, documents, -1)
 
 
 class _DocumentsKnown(GPTDataset):
@@ -249,14 +243,14 @@ class EpochsOfSamples(MegatronDataset):
 
     def facts(self) -> SampleFacts | None:
         """Return the facts of the open epoch; None for samples that do not know their documents."""
-        return self._epoch.facts() if self.config.knows_documents else None
+        return self._epoch.facts() if self.config.documents_apart else None
 
     def _build(self, number: int) -> Any:
         config = copy.copy(self.config)
         config.random_seed = epoch_seed(self.config.random_seed, number)
         if number > 0 and not self._are_cached:
             config.path_to_cache = ""  # None would be a folder next to the data
-        epoch_class: Any = self.document_class if config.knows_documents else self.epoch_class
+        epoch_class: Any = self.document_class if config.documents_apart else self.epoch_class
         if config.packing != "none":
             epoch_class = PackedSamples
         with _quiet(None if config.path_to_cache else _ENGINE_LOG):
@@ -447,7 +441,7 @@ def build_datasets(
         packing=run.data.packing,
         document_boundaries=run.data.document_boundaries,
         documents_apart=run.data.reset_attention_mask,
-        positions_by_document=run.data.reset_position_ids,
+        positions_restart=run.data.reset_position_ids,
     )
     if config.split_matrix is not None:
         # An unused split may have no document at all, for which the engine would count epochs without end.

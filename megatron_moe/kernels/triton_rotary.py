@@ -15,7 +15,7 @@ from megatron_moe.kernels.choice import launch, power_of_2
 
 @triton.jit
 def _join(
-    rest, positional, cos, sin, joined, sequences, heads,
+    rest, positional, cos, sin, joined, sharing, heads,
     rest_stride, rest_head_stride, positional_stride, positional_head_stride,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, REST_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -32,7 +32,7 @@ def _join(
     source = positional + row * positional_stride + head * positional_head_stride + 2 * pair
     first = tl.load(source, mask=known, other=0.0).to(tl.float32)
     second = tl.load(source + 1, mask=known, other=0.0).to(tl.float32)
-    place = (row // sequences) * PAIRS + pair
+    place = (row // sharing) * PAIRS + pair
     c, s = tl.load(cos + place, mask=known, other=0.0), tl.load(sin + place, mask=known, other=0.0)
     kind = joined.dtype.element_ty
     tl.store(target + WIDTH + 2 * pair, (first * c - second * s).to(kind), mask=known)
@@ -41,7 +41,7 @@ def _join(
 
 @triton.jit
 def _turn_back(
-    grad, cos, sin, found, sequences, heads,
+    grad, cos, sin, found, sharing, heads,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, PAIR_BLOCK: tl.constexpr, SHARED: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -55,7 +55,7 @@ def _turn_back(
         first += tl.load(source, mask=known, other=0.0).to(tl.float32)
         second += tl.load(source + 1, mask=known, other=0.0).to(tl.float32)
     kind = found.dtype.element_ty
-    place = (row // sequences) * PAIRS + pair
+    place = (row // sharing) * PAIRS + pair
     c, s = tl.load(cos + place, mask=known, other=0.0), tl.load(sin + place, mask=known, other=0.0)
     target = found + (row * (1 if SHARED else heads) + head) * 2 * PAIRS + 2 * pair
     tl.store(target, (first * c + second * s).to(kind), mask=known)
@@ -81,7 +81,7 @@ def join_positions(rest: Tensor, positional: Tensor, cos: Tensor, sin: Tensor) -
     constants = {"WIDTH": width, "PAIRS": pairs, "REST_BLOCK": power_of_2(width)}
     constants["PAIR_BLOCK"] = power_of_2(pairs)
     grid = (length * sequences, heads)
-    launch(_join, grid, *operands, sequences, heads, *strides, num_warps=1, **constants)
+    launch(_join, grid, *operands, sequences // cos.shape[1], heads, *strides, num_warps=1, **constants)
     return joined
 
 
@@ -92,5 +92,5 @@ def join_positions_backward(grad: Tensor, cos: Tensor, sin: Tensor, width: int, 
     constants = {"WIDTH": width, "PAIRS": pairs, "PAIR_BLOCK": power_of_2(pairs), "SHARED": shared}
     operands = (grad.contiguous(), cos.contiguous(), sin.contiguous(), found)
     grid = (length * sequences, found.shape[2])
-    launch(_turn_back, grid, *operands, sequences, heads, num_warps=1, **constants)
+    launch(_turn_back, grid, *operands, sequences // cos.shape[1], heads, num_warps=1, **constants)
     return found

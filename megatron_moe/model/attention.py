@@ -28,7 +28,7 @@ from megatron_moe.model.context_parallel import (
     of_one_width,
     wide,
 )
-from megatron_moe.parallel.sequence import all_gather_sequence
+from megatron_moe.parallel.sequence import Documents, all_gather_sequence
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig, ProcessGroups
 
 WHOLE = "whole"
@@ -102,20 +102,16 @@ class SDPACoreAttention(torch.nn.Module):
         Args:
             query: [S, B, n, dk]; S / CP in place of S under context parallelism, here and below.
             key, value: [S, B, g, dk] and [S, B, g, dv]; S as it is with `WHOLE`.
-            attention_mask: what a batch has as its `documents`, [B, S] int64: for each token the position in the whole
-                sequence of the first one that it sees, its document's; -1 for padding, whose context is 0. None: a
-                sequence is one document. The mask is causal by construction.
+            attention_mask: the batch's `Documents` as a mask; None: a sequence is one document. The mask is causal by
+                construction.
             attention_bias, packed_seq_params: None.
         """
         if attention_bias is not None or packed_seq_params is not None:
             raise ValueError("causal attention takes no attention_bias or packed sequences")
-        documents, kernel = attention_mask, self._kernel
+        documents, kernel = Documents.of(attention_mask, query.shape[1]), self._kernel
         if documents is not None:
-            if documents.shape != (query.shape[1], query.shape[0]) or documents.dtype != torch.int64:
-                raise ValueError(
-                    f"attention_mask is for each token the first one that it sees, int64 "
-                    f"{[query.shape[1], query.shape[0]]}, not {documents.dtype} {list(documents.shape)}"
-                )
+            if documents.firsts.shape != (query.shape[1], query.shape[0]) or documents.firsts.dtype != torch.int64:
+                raise ValueError("attention_mask is int64, for each token the first one that it sees; see Documents")
             if self._in_pieces is None:
                 raise ValueError("attention within documents needs pg_collection, for its group cp")
             kernel = partial(self._in_pieces, documents=documents)
@@ -164,10 +160,11 @@ class MeasuredCoreAttention(SDPACoreAttention):
     ) -> Tensor:
         """Return what SDPACoreAttention returns."""
         if self.training and torch.is_grad_enabled():
+            documents = Documents.of(attention_mask, query.shape[1])
             if self._in_pieces is None:
                 found = largest_logits(query, key, self.scale)
             else:
-                found = largest_in_pieces(query, key, self.scale, self._in_pieces, attention_mask)
+                found = largest_in_pieces(query, key, self.scale, self._in_pieces, documents)
             self.largest_logits = found if self.largest_logits is None else self.largest_logits.maximum(found)
         return super().forward(query, key, value, attention_mask, *args, **options)
 
@@ -221,19 +218,20 @@ def largest_logits(
 
 @torch.no_grad()
 def largest_in_pieces(
-    query: Tensor, key: Tensor, scale: float | None, over: OverRanks, documents: Tensor | None
+    query: Tensor, key: Tensor, scale: float | None, over: OverRanks, documents: Documents | None
 ) -> Tensor:
     """Return the largest logits, fp32 [n], of this rank's queries [S / CP, B, n, d] and the keys that they see.
 
     Args:
         key: [S / CP, B, g, d]; [S, B, g, d] where `over` does not gather.
-        documents: see `pieces_of`.
+        documents: None: a sequence is one.
     """
-    keys = all_gather_sequence(key, over.group) if over.gathers else key
+    places = None if documents is None else documents.places
+    keys = all_gather_sequence(key, over.group, places) if over.gathers else key
     largest = [query.new_full(query.shape[2:3], -math.inf, dtype=torch.float32)]
     for rows, queries, own, earlier in over.pieces(query.shape[0], documents):
-        if own.stop == own.start:
-            continue
+        if documents is not None and documents.firsts[rows.start, queries.start] < 0:
+            continue  # padding
         seen = keys[earlier.start : own.stop, rows]
         largest.append(largest_logits(query[queries, rows], seen, scale, own.start - earlier.start))
     return torch.stack(largest).amax(0)

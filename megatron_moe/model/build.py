@@ -128,11 +128,13 @@ class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
             dense model.
         token_loss: a program's own loss; None: cross entropy.
         routers_know_documents: whether a step passes the tokens' `documents` as padding_mask too.
+        rotates_by_position: whether the engine's attention rotates by position_ids, or by places in the sequence.
     """
 
     moe_options: MoEOptions | None = None
     token_loss: TokenLoss | None = None
     routers_know_documents: bool = False
+    rotates_by_position = False
 
     def rows_of_rank(self, rows: Tensor) -> Tensor:
         """Return [B, S / TP] of `rows` [B, S], one number per token, under sequence parallelism; else all of them."""
@@ -141,11 +143,21 @@ class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
         group = self.pg_collection.tp
         return rows.chunk(group.size(), dim=1)[group.rank()].contiguous()
 
-    def _preprocess(self, *args: Any, padding_mask: Tensor | None = None, **options: Any) -> Any:
-        """Return the engine's inputs of the layers. The engine does not split padding_mask on later stages."""
+    def _preprocess(
+        self, input_ids: Tensor, position_ids: Tensor, *args: Any, padding_mask: Tensor | None = None, **options: Any
+    ) -> Any:
+        """Return what the engine's method does, its second part the angles [S / CP, 1 or B, 1, width], if any.
+
+        The engine splits padding_mask over ranks on the first stage alone.
+        """
         if padding_mask is not None and not self.pre_process:
             padding_mask = self.rows_of_rank(padding_mask)
-        return super()._preprocess(*args, padding_mask=padding_mask, **options)
+        options["padding_mask"] = padding_mask
+        found, angles, *rest = super()._preprocess(input_ids, position_ids, *args, **options)
+        if angles is not None and self.rotates_by_position:
+            every = self.rotary_pos_emb.get_emb(position_ids.shape[1] * self.config.context_parallel_size)
+            angles = every[position_ids.t(), 0]
+        return (found, angles, *rest)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -530,6 +542,7 @@ def _chunk(
         )
     chunk.moe_options = settings.moe
     chunk.routers_know_documents = run.derived.routers_know_documents
+    chunk.rotates_by_position = run.data.reset_attention_mask
     without_second_table(chunk)
     if chunk.post_process:
         layer_class = OutputLayerWithLoss if run.model.cross_entropy_loss_fusion else OutputLayer

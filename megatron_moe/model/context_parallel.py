@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_moe import platform
-from megatron_moe.parallel.sequence import all_gather_sequence, by_rank, chunk_numbers
+from megatron_moe.parallel.sequence import Documents, all_gather_sequence, by_rank, chunk_numbers
 from megatron_moe.platform.protocols import AutogradContext
 
 
@@ -86,7 +86,7 @@ class Piece(NamedTuple):
     """Neighbouring queries that see the same earlier keys, and each its own key and those between.
 
     rows: the sequences of the micro-batch. queries: their places in this rank's part. own: the keys of the same tokens,
-    in the whole sequence; empty for padding, which sees none. earlier: the keys before them.
+    in the whole sequence. earlier: the keys before them.
     """
 
     rows: slice
@@ -95,36 +95,26 @@ class Piece(NamedTuple):
     earlier: slice
 
 
-def chunk_firsts(length: int, rank: int, size: int) -> tuple[int, ...]:
-    """Return the positions in the whole sequence at which the chunks of a rank's `length` tokens begin."""
-    return (0,) if size == 1 else tuple(number * (length // 2) for number in chunk_numbers(rank, size))
-
-
-def pieces_of(length: int, firsts: tuple[int, ...], documents: Tensor | None = None) -> list[Piece]:
-    """Return the pieces of a rank's queries.
-
-    Args:
-        length: tokens of a sequence on this rank, in equal chunks that begin at `firsts` in the whole sequence.
-        documents: [B, length] int64, for each token the position in the whole sequence of its document's first token,
-            -1 for padding; None: a sequence is one document.
-    """
-    chunk, found = length // len(firsts), []
-    for index, first in enumerate(firsts):
-        begin = index * chunk
-        if documents is None:
-            queries, own = slice(begin, begin + chunk), slice(first, first + chunk)
-            found.append(Piece(slice(None), queries, own, slice(0, first)))
-            continue
-        for row, of_row in enumerate(documents[:, begin : begin + chunk]):
-            place = 0
-            starts, counts = torch.unique_consecutive(of_row, return_counts=True)
-            for start, count in zip(starts.tolist(), counts.tolist()):
-                queries = slice(begin + place, begin + place + count)
-                own, earlier = slice(first + place, first + place + count), slice(start, first + place)
-                if start < 0:
-                    own = earlier = slice(0, 0)
-                found.append(Piece(slice(row, row + 1), queries, own, earlier))
-                place += count
+def pieces_of(length: int, rank: int, size: int, documents: Documents | None = None) -> list[Piece]:
+    """Return the pieces of the `length` queries of one of `size` ranks. None: a sequence is one document."""
+    if documents is None:
+        firsts = [number * (length // 2) for number in chunk_numbers(rank, size)] if size > 1 else [0]
+        count = length // len(firsts)
+        return [
+            Piece(slice(None), slice(at * count, (at + 1) * count), slice(first, first + count), slice(0, first))
+            for at, first in enumerate(firsts)
+        ]
+    places = torch.arange(length) if documents.places is None else documents.places[rank].cpu()
+    found = []
+    for row, firsts_of_row in enumerate(documents.firsts.cpu()):
+        ends = ((places.diff() != 1) | (firsts_of_row.diff() != 0)).nonzero().flatten() + 1
+        begin = 0
+        for end in (*ends.tolist(), length):
+            place = int(places[begin])
+            first = int(firsts_of_row[begin]) if firsts_of_row[begin] >= 0 else place  # padding sees only itself
+            own = slice(place, place + end - begin)
+            found.append(Piece(slice(row, row + 1), slice(begin, end), own, slice(first, place)))
+            begin = end
     return found
 
 
@@ -140,30 +130,37 @@ class OverRanks:
     gathers: bool = True
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float, documents: Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        dropout: float,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Return [B, n, S / CP, dv] for this rank's [B, n, S / CP, dk], [B, g, S / CP, dk] and [B, g, S / CP, dv].
 
-        Keys and values are [B, g, S, dk] and [B, g, S, dv] where they are not gathered here. documents: see
-        `pieces_of`.
+        Keys and values are [B, g, S, dk] and [B, g, S, dv] where they are not gathered here.
         """
         return self.attend(query, key, value, scale, dropout, self, documents)
 
-    def pieces(self, length: int, documents: Tensor | None) -> list[Piece]:
-        """Return the pieces of this rank's S / CP = `length` queries; documents: see `pieces_of`."""
-        return pieces_of(length, chunk_firsts(length, self.group.rank(), self.group.size()), documents)
+    def pieces(self, length: int, documents: Documents | None) -> list[Piece]:
+        """Return the pieces of this rank's S / CP = `length` queries."""
+        return pieces_of(length, self.group.rank(), self.group.size(), documents)
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def whole(self, tensor: Tensor, documents: Documents | None) -> Tensor:
         """Return the keys or values [B, g, S, d] of the whole sequence, in its order and in their own dtype."""
         if not self.gathers:
             return tensor
-        return all_gather_sequence(_as_rows(tensor), self.group).permute(1, 2, 0, 3)
+        places = None if documents is None else documents.places
+        return all_gather_sequence(_as_rows(tensor), self.group, places).permute(1, 2, 0, 3)
 
-    def own(self, grad: Tensor) -> Tensor:
+    def own(self, grad: Tensor, documents: Documents | None) -> Tensor:
         """Return the gradient of what `whole` took, from this rank's fp32 share [B, g, S, d] in that of its result."""
         if not self.gathers or self.group.size() == 1:
             return grad
-        rows = by_rank(_as_rows(grad), self.group.size())
+        places = None if documents is None else documents.places
+        rows = by_rank(_as_rows(grad), self.group.size(), places)
         own = rows.new_empty((rows.shape[0] // self.group.size(), *rows.shape[1:]))
         dist.reduce_scatter_tensor(own, rows, group=self.group)
         return own.permute(1, 2, 0, 3)
@@ -176,7 +173,7 @@ def attend_on_cpu(
     scale: float,
     dropout: float,
     over: OverRanks,
-    documents: Tensor | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Attend as `OverRanks` says, with a result in fp32; the module's docstring describes the backward pass.
 
@@ -196,24 +193,26 @@ class _FlashInPieces(torch.autograd.Function):
         value: Tensor,
         scale: float,
         over: OverRanks,
-        documents: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         pieces = over.pieces(query.shape[2], documents)
-        context, logsumexp = attend_pieces(query, over.whole(key), over.whole(value), scale, pieces)
+        context, logsumexp = attend_pieces(
+            query, over.whole(key, documents), over.whole(value, documents), scale, pieces
+        )
         ctx.save_for_backward(query, key, value, context, logsumexp)
-        ctx.scale, ctx.over, ctx.pieces = scale, over, pieces
+        ctx.scale, ctx.over, ctx.documents, ctx.pieces = scale, over, documents, pieces
         return context
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         query, key, value, context, logsumexp = ctx.saved_tensors
-        over = ctx.over
-        whole = (over.whole(key), over.whole(value))
+        over, documents = ctx.over, ctx.documents
+        whole = (over.whole(key, documents), over.whole(value, documents))
         grad_query, grad_key, grad_value = piece_gradients(
             grad, query, *whole, context, logsumexp, ctx.scale, ctx.pieces
         )
-        grad_key, grad_value = over.own(grad_key), over.own(grad_value)
+        grad_key, grad_value = over.own(grad_key, documents), over.own(grad_value, documents)
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 
@@ -227,14 +226,12 @@ def attend_pieces(
         pieces: all queries, each in one piece.
 
     Returns:
-        context [B, n, S / CP, dv] and logsumexp [B, n, S / CP], fp32; zeros for padding.
+        context [B, n, S / CP, dv] and logsumexp [B, n, S / CP], fp32.
     """
     width = value.shape[-1]
     query, key, value = of_one_width(query, key, value)
-    contexts, logsumexps = query.new_zeros((*query.shape[:3], width)), query.new_zeros(query.shape[:3])
+    contexts, logsumexps = query.new_empty((*query.shape[:3], width)), query.new_empty(query.shape[:3])
     for piece in pieces:
-        if piece.own.stop == piece.own.start:
-            continue
         at = (piece.rows, slice(None), piece.queries)
         queries, own = query[at], (piece.rows, slice(None), piece.own)
         context, logsumexp = attend_block(queries, key[own], value[own], scale, True)
@@ -289,7 +286,7 @@ def attend_with_torch(
     scale: float,
     dropout: float,
     over: OverRanks,
-    documents: Tensor | None = None,
+    documents: Documents | None = None,
 ) -> Tensor:
     """Attend in the operands' dtype with torch's own attention, for CUDA, and for dropout on a CPU.
 
@@ -298,23 +295,18 @@ def attend_with_torch(
     """
     from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, so where it is needed
 
-    key, value, grouped = for_kernels(query, over.whole(key), over.whole(value))
+    key, value, grouped = for_kernels(query, over.whole(key, documents), over.whole(value, documents))
     attend = platform.kernel(F.scaled_dot_product_attention)
     by_row: dict[int | None, list[Tensor]] = {}
     for rows, queries, own, earlier in over.pieces(query.shape[2], documents):
         seen = slice(earlier.start, own.stop)
-        operands = (query[rows, :, queries], key[rows, :, seen], value[rows, :, seen])
-        contexts = by_row.setdefault(rows.start, [])
-        if seen.stop == seen.start:
-            # Zeros that depend on all operands: the backward pass of the exchange needs every rank.
-            zero = sum(operand[:, :, :0].sum() for operand in operands)
-            contexts.append(zero.expand(*operands[0].shape[:3], value.shape[-1]))  # type: ignore[union-attr]
-            continue
         # The mask is a description and not a matrix. Its tensor class cannot be created under a dispatch mode, so the
         # modes that audit or count operations are disabled while it is.
         with _disable_current_modes():
             mask = causal_lower_right(own.stop - own.start, seen.stop - seen.start)
-        contexts.append(attend(*operands, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped))
+        operands = (query[rows, :, queries], key[rows, :, seen], value[rows, :, seen])
+        context = attend(*operands, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+        by_row.setdefault(rows.start, []).append(context)
     return torch.cat([torch.cat(contexts, dim=2) for contexts in by_row.values()])
 
 

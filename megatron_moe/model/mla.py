@@ -33,7 +33,12 @@ from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.model.attention import WHOLE
 from megatron_moe.moe.experts import without_output
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
-from megatron_moe.parallel.sequence import all_gather_sequence, all_gather_split_sequence, context_parallel_slice
+from megatron_moe.parallel.sequence import (
+    Documents,
+    all_gather_sequence,
+    all_gather_split_sequence,
+    context_parallel_slice,
+)
 from megatron_moe.platform.cpu_half_gemm import linear
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig, ProcessGroups
 
@@ -178,15 +183,17 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         unexpected = [key for key, argument in unused.items() if argument is not None]
         if rotary_pos_emb is not None or packed_seq_params is not None or unexpected:
             raise ValueError(f"latent attention has its own positions; got {unexpected or 'those of others'}")
+        documents = Documents.of(attention_mask, hidden_states.shape[1])
         latents, attend = self.latents(hidden_states), partial(self._attend, attention_mask)
+        expand = partial(self.query_key_value, documents=documents)
         if self.recompute_up and self.training:
-            context = without_output(self.query_key_value, attend, *latents)
+            context = without_output(expand, attend, *latents)
         elif self.recompute_core and self.training and self.cp_group is not None:
             # What is kept for the core attention are latents, not the keys and values of the whole sequence.
             to_latents = partial(self._attend_to_latents, attention_mask)
-            context = checkpoint(to_latents, False, self.query(latents[0]), latents[1])
+            context = checkpoint(to_latents, False, self.query(latents[0], documents), latents[1])
         else:
-            context = attend(*self.query_key_value(*latents))
+            context = attend(*expand(*latents))
         return self.linear_proj(context)
 
     def latents(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,26 +201,32 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         query_latent = hidden_states if self.config.q_lora_rank is None else self.linear_q_down_proj(hidden_states)
         return query_latent, self.linear_kv_down_proj(hidden_states)
 
-    def query_key_value(self, query_latent: Tensor, latent_and_key_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def query_key_value(
+        self, query_latent: Tensor, latent_and_key_pos: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return query and key [S, B, n, dn + dr], value [S, B, n, dv], for this rank's n heads.
 
         Under context parallelism S is this rank's part, of key and value the whole sequence where latents are gathered.
         """
-        return self.query(query_latent), *self.key_value(latent_and_key_pos)
+        return self.query(query_latent, documents), *self.key_value(latent_and_key_pos, documents)
 
-    def query(self, query_latent: Tensor) -> Tensor:
+    def query(self, query_latent: Tensor, documents: Documents | None = None) -> Tensor:
         """Return the query [S, B, n, dn + dr] from its latent."""
         query_rest, query_pos = self.query_parts(query_latent)
         if self.rotary is None:
             return torch.cat((query_rest, query_pos), dim=-1)
-        return self.rotary.join(query_rest, query_pos)
+        return self.rotary.join(query_rest, query_pos, None if documents is None else documents.positions.t())
 
-    def key_value(self, latent_and_key_pos: Tensor) -> tuple[Tensor, Tensor]:
+    def key_value(self, latent_and_key_pos: Tensor, documents: Documents | None = None) -> tuple[Tensor, Tensor]:
         """Return key [S, B, n, dn + dr] and value [S, B, n, dv], from [S or S/TP, B, rkv + dr]."""
         latent, key_pos = self.latent_and_key(latent_and_key_pos)
+        places = None if documents is None else documents.places
+        positions = None if documents is None else documents.positions.t()
         # Backward: the gradients of all ranks' heads are summed, and each rank keeps its part of the sequence.
         if self.cp_group is not None:
-            latent, key_pos = self._of_whole_sequence(latent, key_pos, self.cp_group)
+            latent, key_pos = self._of_whole_sequence(latent, key_pos, self.cp_group, places)
+            if positions is not None:
+                positions = all_gather_sequence(positions.contiguous(), self.cp_group, places)
         else:
             key_pos = self._over_tp_ranks(key_pos)  # the latent is by its up projection
         key_value, _ = self.linear_kv_up_proj(latent)
@@ -221,7 +234,7 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         key_rest, value = key_value.split((self.config.qk_head_dim, self.config.v_head_dim), dim=-1)
         key_pos = key_pos.unsqueeze(2)  # it is for all heads
         if self.rotary_of_keys is not None:
-            return self.rotary_of_keys.join(key_rest, key_pos), value
+            return self.rotary_of_keys.join(key_rest, key_pos, positions), value
         return torch.cat((key_rest, key_pos.expand(-1, -1, self.num_heads, -1)), dim=-1), value
 
     def query_parts(self, query_latent: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,13 +256,15 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         spread = all_gather_rows if self.config.sequence_parallel else shared_by_ranks
         return spread(rows, self.tp_group)
 
-    def _of_whole_sequence(self, latent: Tensor, key_pos: Tensor, cp_group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    def _of_whole_sequence(
+        self, latent: Tensor, key_pos: Tensor, cp_group: ProcessGroup, places: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the latents [S, B, rkv] and keys [S, B, dr] of all context-parallel ranks, gathered as one tensor."""
         rows = torch.cat((latent, key_pos), dim=-1)
         if self.config.sequence_parallel:
-            rows = all_gather_split_sequence(rows, self.tp_group, cp_group)
+            rows = all_gather_split_sequence(rows, self.tp_group, cp_group, places)
         else:
-            rows = all_gather_sequence(self._over_tp_ranks(rows), cp_group)
+            rows = all_gather_sequence(self._over_tp_ranks(rows), cp_group, places)
         latent, key_pos = rows.split((latent.shape[-1], key_pos.shape[-1]), dim=-1)
         return latent, key_pos
 
@@ -259,7 +274,7 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         return self._core(mask, query, key, value)
 
     def _attend_to_latents(self, mask: Tensor | None, query: Tensor, latent_and_key_pos: Tensor) -> Tensor:
-        return self._core(mask, query, *self.key_value(latent_and_key_pos))
+        return self._core(mask, query, *self.key_value(latent_and_key_pos, Documents.of(mask, query.shape[1])))
 
     def _core(self, mask: Tensor | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self.core_attention(query, key, value, attention_mask=mask, attn_mask_type=self.attn_mask_type)
@@ -350,26 +365,36 @@ class Rotary:
             self.frequencies = self.frequencies / factor * slow + self.frequencies * (1 - slow)
             self.amplitude = yarn_magnitude(factor, config.mscale) / yarn_magnitude(factor, config.mscale_all_dim)
         self._cp_rank, self._cp_size = cp_rank, cp_size
-        self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[int, torch.device, int], tuple[Tensor, Tensor]] = {}
 
-    def join(self, rest: Tensor, positional: Tensor) -> Tensor:
+    def join(self, rest: Tensor, positional: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return heads [S / CP, B, n, width + w]: `rest` [S / CP, B, n, width], and behind it the rotated `positional`.
 
         positional: [S / CP, B, n, w], or [S / CP, B, 1, w] for all heads, whose gradients are then added in fp32. The
-        rotation is computed in fp32, and rounded once in both directions.
+        rotation is computed in fp32, and rounded once in both directions. positions: [S / CP, B] int64, from 0 to
+        below S; None: places in the sequence.
         """
-        return _JoinPositions.apply(rest, positional, *self.tables(rest.shape[0], rest.device))
+        tables = self.tables(rest.shape[0], rest.device) if positions is None else self.tables_of(positions)
+        return _JoinPositions.apply(rest, positional, *tables)
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cos and sin of this rank's `length` positions, fp32 [length, 1, 1, width / 2], times the amplitude.
 
         They are cached for the next call.
         """
-        key = (length, device)
+        return self._cached(length * self._cp_size, device, self._cp_size)
+
+    def tables_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of positions [S / CP, B], fp32 [S / CP, B, 1, width / 2]."""
+        cos, sin = self._cached(positions.shape[0] * self._cp_size, positions.device, 1)
+        return cos[positions, 0], sin[positions, 0]
+
+    def _cached(self, length: int, device: torch.device, parts: int) -> tuple[Tensor, Tensor]:
+        key = (length, device, parts)
         if key not in self._tables:
-            positions = torch.arange(length * self._cp_size, dtype=torch.float32)
-            if self._cp_size > 1:
-                positions = context_parallel_slice(positions, self._cp_rank, self._cp_size)
+            positions = torch.arange(length, dtype=torch.float32)
+            if parts > 1:
+                positions = context_parallel_slice(positions, self._cp_rank, parts)
             angles = torch.outer(positions, self.frequencies)[:, None, None, :]
             cos, sin = self.amplitude * angles.cos(), self.amplitude * angles.sin()
             self._tables[key] = cos.to(device), sin.to(device)
@@ -377,7 +402,7 @@ class Rotary:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x [S, B, heads, width] rotated by fp32 tables [S, 1, 1, width / 2] of `Rotary.tables`, in x's dtype.
+    """Return x [S, B, heads, width] rotated by fp32 tables [S, 1 or B, 1, width / 2], in x's dtype.
 
     The rotation is computed in fp32.
     """

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megatron_moe.engine.modules import DeepcopyKeepsGroups, fp32_parameters
 from megatron_moe.model.norm import residual_dtype
-from megatron_moe.parallel.sequence import shifted
+from megatron_moe.parallel.sequence import Documents, shifted
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
 
 
@@ -117,7 +117,7 @@ class MTPLayer(DeepcopyKeepsGroups, MegatronModule):
             hidden: [S, B, H] of the depth before; this rank's part of the sequence under sequence parallelism.
             embedded: [S, B, H], the embeddings of the tokens ahead.
             rotary_pos_emb: the model's rotary table.
-            documents: for each token the first one that it sees; see `model.context_parallel.pieces_of`.
+            documents: `Documents` as a mask; None: a sequence is one.
             padding_mask: what routers get; see `MoELayer.forward`.
         """
         inputs = (hidden, embedded, rotary_pos_emb, documents, padding_mask)
@@ -182,8 +182,9 @@ class MultiTokenPrediction:
         """
         if not self.config.mtp_num_layers:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)  # type: ignore[misc]
-        documents = rest.get("attention_mask")
-        ahead = (rest.get("input_ids"), rest.get("position_ids"), rest.get("rotary_pos_emb"), documents)
+        mask = rest.get("attention_mask")
+        documents = Documents.of(mask, hidden_states.shape[1])
+        ahead = (rest.get("input_ids"), rest.get("position_ids"), rest.get("rotary_pos_emb"), mask)
         if not self.post_process:
             if not (self.mtp_process and self.training):
                 return hidden_states
@@ -233,14 +234,16 @@ class MultiTokenPrediction:
         input_ids: Tensor,
         position_ids: Tensor,
         rotary_pos_emb: Tensor | None,
-        documents: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Yield the hidden states [S, B, H] after each depth's norm."""
-        padding_mask = self.rows_of_rank(documents) if self.routers_know_documents else None
+        documents, padding_mask = Documents.of(mask, input_ids.shape[0]), None
+        if documents is not None and self.routers_know_documents:
+            padding_mask = self.rows_of_rank(documents.firsts)
         for depth, layer in enumerate(self.mtp.layers, start=1):
             shifted_ids = shifted(input_ids, depth, self.pg_collection.cp, documents)
             embedded = self.embedding(input_ids=shifted_ids, position_ids=position_ids)
-            hidden = layer(hidden, embedded, rotary_pos_emb, documents, padding_mask)
+            hidden = layer(hidden, embedded, rotary_pos_emb, mask, padding_mask)
             yield hidden
 
     def _count(self, losses: Tensor, targets: Tensor, loss_mask: Tensor | None) -> None:

@@ -3,10 +3,17 @@
 A sequence is cut into 2 x CP equal chunks, of which rank r has numbers r and 2 x CP - 1 - r. A causal attention then
 costs every rank the same: an early chunk attends to little, the late chunk of the same rank to much. It is the engine's
 convention, which its rotary tables follow.
+
+Where documents do not see each other, a token's cost is its place in its document, and the sequences of a micro-batch
+are cut into blocks that are given to ranks by their cost (`balanced_places`). Such a split is a table `places`
+[CP, S / CP], the positions of every rank's tokens.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -38,27 +45,104 @@ def holder(position: int, length: int, size: int) -> tuple[int, int]:
     return (number, offset) if number < size else (2 * size - 1 - number, chunk + offset)
 
 
-def in_order(rows: Tensor, size: int) -> Tensor:
+class Documents(NamedTuple):
+    """What a model is given as attention_mask where documents do not see each other.
+
+    All are int64.
+
+    firsts: [B, S / CP], for each of this rank's tokens the place in the whole sequence of the first one that it sees,
+        its document's; -1: padding.
+    positions: [B, S / CP], what rotates these tokens: their places, in the sequence or in the document.
+    places: [CP, S / CP], see the module's docstring; None without context parallelism.
+    """
+
+    firsts: Tensor
+    positions: Tensor
+    places: Tensor | None = None
+
+    @classmethod
+    def of(cls, mask: Tensor | None, batch: int) -> Documents | None:
+        """Take apart what `as_mask` made for `batch` sequences; None stands for sequences of one document."""
+        if mask is None:
+            return None
+        if mask.dtype != torch.int64 or len(mask) < 2 * batch:
+            raise ValueError(
+                f"an attention_mask is what Documents.as_mask returns for {batch} sequences, int64 [{2 * batch} and CP "
+                f"if that is more than 1, tokens], not {mask.dtype} {list(mask.shape)}"
+            )
+        return cls(mask[:batch], mask[batch : 2 * batch], mask[2 * batch :] if len(mask) > 2 * batch else None)
+
+    def as_mask(self) -> Tensor:
+        """Return all as one tensor, as which the engine hands them on."""
+        return torch.cat(tuple(part for part in self if part is not None))
+
+
+MOST_BLOCKS, SMALLEST_BLOCK, BALANCED = 64, 8, 1.02
+"""Blocks of a rank, at most, and tokens of a block, at least; fewer where the most work is this share of the mean."""
+
+
+def balanced_places(firsts: numpy.ndarray, size: int) -> numpy.ndarray:
+    """Return the positions of each rank's tokens, int64 [size, S / size], ascending within a rank.
+
+    The longest attention first, each block goes to the rank with the least so far, until it has its number of blocks.
+    With one document that is the split into 2 x size chunks. Blocks are halved until ranks have equal work.
+
+    Args:
+        firsts: int64 [B, S], for each token the position of the first one that it sees; -1: padding, which sees none.
+    """
+    length = firsts.shape[1]
+    place = numpy.arange(length)
+    work = numpy.where(firsts < 0, 0, place - firsts + 1).sum(axis=0)
+    blocks = 2
+    while True:
+        of_block = work.reshape(size * blocks, -1).sum(axis=1)
+        owned, loads = _shared_out(of_block, size)
+        halved = length // (size * blocks * 2)
+        even = max(loads) * size <= BALANCED * max(int(of_block.sum()), 1)
+        if even or 2 * blocks > MOST_BLOCKS or halved < SMALLEST_BLOCK or length % (size * blocks * 2):
+            return place.reshape(size * blocks, -1)[owned].reshape(size, -1)
+        blocks *= 2
+
+
+def _shared_out(work: numpy.ndarray, size: int) -> tuple[numpy.ndarray, list[int]]:
+    """Return the blocks [size, n / size] of each rank, ascending, from the work [n] of each block, and ranks' sums."""
+    owned: list[list[int]] = [[] for _ in range(size)]
+    loads = [0] * size
+    for block in numpy.argsort(-work, kind="stable").tolist():
+        free = (rank for rank in range(size) if len(owned[rank]) < len(work) // size)
+        rank = min(free, key=loads.__getitem__)
+        owned[rank].append(block)
+        loads[rank] += int(work[block])
+    return numpy.sort(numpy.array(owned), axis=1), loads
+
+
+def in_order(rows: Tensor, size: int, places: Tensor | None = None) -> Tensor:
     """Return the rows [S, ...] of all ranks' parts, as `all_gather_rows` returns them, in the sequence's order."""
+    if places is not None:
+        return rows.index_select(0, places.flatten().argsort())
     parts = rows.unflatten(0, (size, 2, -1))
     return torch.cat((parts[:, 0], parts[:, 1].flip(0))).flatten(0, 1)
 
 
-def by_rank(rows: Tensor, size: int) -> Tensor:
+def by_rank(rows: Tensor, size: int, places: Tensor | None = None) -> Tensor:
     """Undo `in_order`: return the rows [S, ...] of a sequence as all ranks' parts one after the other."""
+    if places is not None:
+        return rows.index_select(0, places.flatten())
     chunks = rows.unflatten(0, (2 * size, -1))
     return torch.stack((chunks[:size], chunks[size:].flip(0)), dim=1).flatten(0, 2)
 
 
-def all_gather_sequence(rows: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather_sequence(rows: Tensor, group: ProcessGroup, places: Tensor | None = None) -> Tensor:
     """Return the whole sequence [S, ...] in its order, from the parts [S / CP, ...] of all ranks.
 
     Backward: a reduce-scatter that sums in fp32.
     """
-    return rows if group.size() == 1 else in_order(all_gather_rows(rows, group), group.size())
+    return rows if group.size() == 1 else in_order(all_gather_rows(rows, group), group.size(), places)
 
 
-def all_gather_split_sequence(rows: Tensor, tp_group: ProcessGroup, cp_group: ProcessGroup) -> Tensor:
+def all_gather_split_sequence(
+    rows: Tensor, tp_group: ProcessGroup, cp_group: ProcessGroup, places: Tensor | None = None
+) -> Tensor:
     """Return the whole sequence [S, ...] in its order, from the parts [S / CP / TP, ...] of all ranks.
 
     Each TP rank sends its own part to the CP ranks, which may be on other machines; TP ranks then exchange the rest.
@@ -67,10 +151,10 @@ def all_gather_split_sequence(rows: Tensor, tp_group: ProcessGroup, cp_group: Pr
     """
     rows = all_gather_rows(all_gather_rows(rows, cp_group), tp_group)
     parts = rows.unflatten(0, (tp_group.size(), cp_group.size(), -1))
-    return in_order(parts.transpose(0, 1).flatten(0, 2), cp_group.size())
+    return in_order(parts.transpose(0, 1).flatten(0, 2), cp_group.size(), places)
 
 
-def shifted(x: Tensor, by: int, group: ProcessGroup, documents: Tensor | None = None) -> Tensor:
+def shifted(x: Tensor, by: int, group: ProcessGroup, documents: Documents | None = None) -> Tensor:
     """Return the tensor with x[:, s + by] at position s, and zero where the sequence or document has no such position.
 
     The engine's own `roll_tensor` sends single columns between neighbours and has no gradient. What is shifted here,
@@ -80,16 +164,23 @@ def shifted(x: Tensor, by: int, group: ProcessGroup, documents: Tensor | None = 
         x: [B, S / CP], this rank's part of the sequence, as `context_parallel_slice` returns it.
         by: how far ahead to look, in tokens of the whole sequence; negative looks back.
         group: the context-parallel ranks.
-        documents: like `x`, the same number for all tokens of a document; None: a sequence is one.
+        documents: those of `x`; None: a sequence is one.
 
     Returns:
         A new tensor like `x`. Backward: the same shift the other way.
     """
-    whole = all_gather_sequence(x.t(), group).t()
+    if documents is None:
+        return _shifted(x, by, group, None)
+    # Numbers of documents are made positive: zero is where there is no position.
+    numbers = documents.firsts + 2
+    inside = _shifted(numbers, by, group, documents.places) == numbers
+    return _shifted(x, by, group, documents.places) * inside
+
+
+def _shifted(x: Tensor, by: int, group: ProcessGroup, places: Tensor | None) -> Tensor:
+    whole = all_gather_sequence(x.t(), group, places).t()
     nothing = whole.new_zeros((whole.shape[0], min(abs(by), whole.shape[1])))
     moved = torch.cat((whole[:, by:], nothing) if by >= 0 else (nothing, whole[:, :by]), dim=1)
-    if group.size() > 1:
-        moved = context_parallel_slice(moved, group.rank(), group.size())
-    if documents is None:
-        return moved
-    return moved * (shifted(documents + 1, by, group) == documents + 1)  # no document has the zero of no position
+    if places is not None:
+        return moved[:, places[group.rank()]]
+    return context_parallel_slice(moved, group.rank(), group.size()) if group.size() > 1 else moved

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.data.batches import DOCUMENTS, NOTHING, Batch, BatchIterator, added, words_of
+from megatron_moe.data.batches import DOCUMENTS, NOTHING, PLACES, Batch, BatchIterator, added, words_of
 from megatron_moe.engine.optimizer import parts
 from megatron_moe.engine.schedules import (
     configure,
@@ -45,6 +45,7 @@ from megatron_moe.optim.optimizer import additions, optimizer_tensors, shared_lo
 from megatron_moe.optim.param_groups import Schedule
 from megatron_moe.optim.qk_clip import attention_figures, largest_attention_logits
 from megatron_moe.optim.weight_average import WeightAverage
+from megatron_moe.parallel.sequence import Documents
 from megatron_moe.platform.hardware import HostCopy
 from megatron_moe.platform.numerics import without_autocast
 from megatron_moe.platform.protocols import EngineOptimizer, ProcessGroups
@@ -330,7 +331,10 @@ def forward_step(
     if get_attr_wrapped_model(chunk, "routers_know_documents"):
         mask["padding_mask"] = batch[DOCUMENTS]
     run = chunk.build_schedule_plan if return_schedule_plan else chunk
-    output = run(batch["tokens"], batch["position_ids"], batch.get(DOCUMENTS), labels=batch["labels"], **mask)
+    documents, positions = batch.get(DOCUMENTS), batch["position_ids"]
+    if documents is not None and positions is not None:
+        documents = Documents(documents, positions, batch.get(PLACES)).as_mask()
+    output = run(batch["tokens"], positions, documents, labels=batch["labels"], **mask)
     # A loss per token is divided at the end of the step, by the tokens of the whole global batch.
     per_token = get_model_config(chunk).calculate_per_token_loss
     shared_by = None if per_token else get_attr_wrapped_model(chunk, "pg_collection").cp

@@ -81,9 +81,8 @@ def split_is_three_shares(run: Run) -> None:
 
 unread(
     ("document_boundaries",),
-    ("reset_attention_mask", "reset_position_ids"),
-    "documents would not be told apart; add --reset-attention-mask or drop it",
-    is_read=lambda run: run.data.reset_attention_mask or run.data.reset_position_ids,
+    "reset_attention_mask",
+    "documents are not told apart; add --reset-attention-mask or drop it",
 )
 refuse(
     "packed_documents_are_apart",
