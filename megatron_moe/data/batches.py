@@ -156,7 +156,7 @@ def location_of_token(dataset: Any, sample: int, position: int, is_label: bool) 
                 stack.enter_context(_recording(member.dataset, parts))
         dataset[sample]
     # A packed part ends with a label, and the next one begins with a token of its own.
-    own_label = getattr(dataset.config, "packing", "none") != "none"
+    own_label = getattr(getattr(dataset, "config", None), "packing", "none") != "none"
     position += is_label and not own_label
     for part in parts:
         if position < part.tokens - own_label:

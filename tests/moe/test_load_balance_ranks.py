@@ -375,6 +375,32 @@ def test_a_step_with_auxiliary_losses_per_token_and_unequal_masks_is_that_of_one
     assert_same(gloo.run(ranks, stepped, flags=flags, loss_mask=UNEQUAL), wanted)
 
 
+def stepped_packed(flags: dict[str, Any], packed: list[list[int]]) -> dict[str, Any]:
+    return mtp_cases.steps(replace(Run(), **{**MODEL, **EACH_LOSS, **mtp_cases.APART, **flags}), packed=packed)
+
+
+PREDICTED = {"mtp_num_layers": 1}
+PACKINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "CP2, recomputed": (2, {**TP1_CP2, **FULL}),
+    "TP2, EP2, predictions": (2, {**TP2_SP, **EP2, "expert_tensor_parallel_size": 1, **PREDICTED}),
+    "TP2, PP2, predictions": (4, {**TP2_SP, "pipeline_model_parallel_size": 2, **PREDICTED}),
+    "PP2, CP2": (4, {"pipeline_model_parallel_size": 2, **TP1_CP2, "micro_batch_size": 2}),
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("layout", rows(PACKINGS, test=list(PACKINGS)[:4]))
+def test_a_step_is_the_same_however_its_documents_are_packed_on_any_layout(gloo, once, layout):
+    """Padding is in no count, and losses per document do not ask what else is in the sequence."""
+    ranks, flags = PACKINGS[layout]
+    alone = {key: flags[key] for key in PREDICTED if key in flags}
+    (wanted,) = once(1, stepped_packed, flags=alone, packed=mtp_cases.PACKED)
+    tokens = sum(map(sum, mtp_cases.PACKED))
+    assert all(sum(counts) == tokens * 2 for counts in wanted["counts"].values())
+    assert_same(gloo.run(ranks, stepped_packed, flags=flags, packed=mtp_cases.PACKED_OTHERWISE), wanted)
+
+
 def gates(step: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: grad for name, (_, _, grad) in step["tensors"].items() if name.endswith("router.weight")}
 

@@ -97,12 +97,6 @@ refuse(
     " --packing none",
     when=lambda run: run.data.packing != "none" and run.data.program_data,
 )
-refuse(
-    "documents_apart_need_our_attention",
-    ("reset_attention_mask", "transformer_impl"),
-    "Transformer Engine's attention does not keep documents apart here; use --transformer-impl local",
-    when=lambda run: run.data.reset_attention_mask and run.model.transformer_impl == "transformer_engine",
-)
 
 
 @rule(needs=FILES)
