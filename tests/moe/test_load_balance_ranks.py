@@ -5,6 +5,7 @@ One router, tokens with padding in unequal numbers, and the reference over the w
 
 import math
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,13 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.batches import context_parallel_slice
 from megatron_moe.model.build import build_model
-from megatron_moe.moe.load_balance import GlobalBatch, count_tokens, updated_expert_bias
+from megatron_moe.moe.load_balance import (
+    GlobalBatch,
+    balance_share,
+    count_tokens,
+    document_balance_share,
+    updated_expert_bias,
+)
 from megatron_moe.moe.router import announce_global_batch, counting_ahead, routers
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
@@ -276,6 +283,20 @@ def test_counts_per_sequence_follow_the_engines_order_of_tokens() -> None:
     ids = torch.tensor([[0], [3], [0], [2]])  # tokens 0 and 2 are sequence 0, and there are as many as experts
     assert count_tokens(ids, 4, None, num_sequences=2).tolist() == [[2, 0, 0, 0], [0, 0, 1, 1]]
     assert count_tokens(ids, 4, torch.tensor([False, True, False, False])).tolist() == [[2, 0, 1, 0]]
+
+
+def test_the_loss_per_document_is_that_of_each_document_alone() -> None:
+    documents = torch.tensor([[0, 0], [0, 1], [2, 1], [2, 1], [2, -1]])  # [S, B]
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.rand(5, 2, 4, generator=generator).topk(2).indices
+    scores = torch.rand(5, 2, 4, generator=generator) * (documents >= 0).unsqueeze(-1)
+    alone = 0.0
+    for row, first in ((0, 0), (0, 2), (1, 0), (1, 1)):
+        of_it = documents[:, row] == first
+        alone += balance_share(scores[of_it, row], count_tokens(ids[of_it, row], 4))
+    group: Any = SimpleNamespace(size=lambda: 1)
+    found = document_balance_share(scores.flatten(0, 1), ids.flatten(0, 1), documents.flatten(), 2, group)
+    torch.testing.assert_close(found, alone)
 
 
 @pytest.mark.parametrize("seed", range(6))
