@@ -104,7 +104,7 @@ def test_a_damaged_or_swapped_file_ends_a_run_at_its_start(scene, suffix):
 PACKED = {"packing": "greedy", "reset_attention_mask": True}
 
 
-@pytest.mark.parametrize(("position", "flags"), [(7, {}), (205, {}), (205, PACKED), (209, PACKED)])
+@pytest.mark.parametrize(("position", "flags"), [(7, {}), (205, {}), (215, PACKED), (219, PACKED)])
 def test_an_id_beyond_the_vocabulary_is_found_at_the_start_or_in_its_batch(scene, position, flags):
     """By the hash or by the scan; in a file too large for either, in the batch that holds it."""
     with open(scene.path(".bin"), "r+b") as file:

@@ -106,22 +106,22 @@ def test_end_of_document_flags_reach_the_samples(write_ids):
 
 
 APART = {"reset_attention_mask": True, "reset_position_ids": True}
-BOUNDARIES = {  # document_boundaries, packing -> documents, positions and the labels that count, of tokens 1 9 2 3 4 5
+BOUNDARIES = {  # document_boundaries, packing -> documents, positions and the labels that count, of tokens 9 1 2 3 4 5
     ("index", "none"): ([0, 0, 0, 3], [0, 1, 2, 0], [1, 1, 0, 1]),
-    ("eod", "none"): ([0, 0, 2, 2], [0, 1, 0, 1], [1, 0, 1, 1]),
+    ("eod", "none"): ([0, 1, 1, 1], [0, 0, 1, 2], [0, 1, 1, 1]),
     ("index", "greedy"): ([0, 0, 2, 2], [0, 1, 0, 1], [1, 1, 1, 1]),
-    ("eod", "greedy"): ([0, 0, 2, 2], [0, 1, 0, 1], [1, 0, 1, 1]),
+    ("eod", "greedy"): ([0, 1, 2, 2], [0, 0, 0, 1], [0, 1, 1, 1]),
 }
 
 
 @pytest.mark.parametrize(("boundaries", "packing"), BOUNDARIES)
 def test_documents_begin_where_the_index_or_an_eod_says(write_ids, monkeypatch, boundaries, packing):
     monkeypatch.setattr(datasets.numpy.random, "RandomState", lambda seed: _InOrder())
-    prefix, tokenizer = write_ids([[1, 9, 2], [3, 4, 5]], vocab_size=VOCABULARY), NullTokenizer(VOCABULARY)
+    prefix, tokenizer = write_ids([[9, 1, 2], [3, 4, 5]], vocab_size=VOCABULARY), NullTokenizer(VOCABULARY)
     tokenizer.eod = 9
     flags = {"document_boundaries": boundaries, "packing": packing, "split": "1,0,0", **APART}
     sample = build_datasets(make_run(data_path=[prefix], seq_length=4, **flags), tokenizer, 1, 0, 0)[0][0]
-    assert sample["tokens"].tolist() == ([1, 9, 2, 3] if packing == "none" else [1, 9, 3, 4])
+    assert sample["tokens"].tolist() == ([9, 1, 2, 3] if packing == "none" else [9, 1, 3, 4])
     keys = ("documents", "position_ids", "loss_mask")
     assert tuple(sample[key].tolist() for key in keys) == BOUNDARIES[boundaries, packing]
 
