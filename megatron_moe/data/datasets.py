@@ -241,9 +241,9 @@ class EpochsOfSamples(MegatronDataset):
             self._number, self._epoch = number, self._build(number)
         return self._epoch[inside]
 
-    def facts(self) -> SampleFacts | None:
-        """Return the facts of the open epoch; None for samples that do not know their documents."""
-        return self._epoch.facts() if self.config.documents_apart else None
+    def facts(self) -> SampleFacts:
+        """Return the facts of the open epoch, where documents are kept apart."""
+        return self._epoch.facts()
 
     def _build(self, number: int) -> Any:
         config = copy.copy(self.config)
@@ -463,17 +463,6 @@ def build_datasets(
         )
         train, valid, test = builder.build()
     return train, valid, test
-
-
-def sample_facts(dataset: Any) -> SampleFacts | None:
-    """Return the means over a dataset of `build_datasets`, or a blend; None where samples do not know documents."""
-    members: list[EpochsOfSamples] = getattr(dataset, "datasets", [dataset])
-    weights = getattr(dataset, "weights", [1.0])
-    found = [member.facts() for member in members]
-    if None in found:
-        return None
-    shares = numpy.array(weights) / sum(weights)
-    return SampleFacts(*map(float, shares @ numpy.array(found, dtype=numpy.float64)))
 
 
 def _engine_blend(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:

@@ -48,23 +48,21 @@ def pack(lengths: numpy.ndarray, documents: numpy.ndarray, seq_length: int, seed
     numbers = numpy.arange(counts.sum()) - numpy.repeat(counts.cumsum() - counts, counts)
     parts = numpy.stack((numpy.repeat(order, counts), numbers * seq_length), axis=1).astype(numpy.int32)
     sizes = part_sizes(lengths, parts, seq_length)
-    sequences = (_greedy if packing == "greedy" else _best_fit)(sizes, seq_length)
+    if packing == "greedy":
+        ends = numpy.concatenate(([0], sizes.cumsum()))
+        next_begins = numpy.searchsorted(ends, ends[:-1] + seq_length, side="right") - 1
+        is_first, begin = numpy.zeros(len(sizes), dtype=numpy.int64), 0
+        while begin < len(sizes):
+            is_first[begin] = 1
+            begin = next_begins[begin]
+        sequences = is_first.cumsum() - 1
+    else:
+        sequences = _best_fit(sizes, seq_length)
     count = int(sequences.max(initial=-1)) + 1
     sequences = random.permutation(count)[sequences]
     begins = numpy.zeros(count + 1, dtype=numpy.int64)
     begins[1:] = numpy.bincount(sequences, minlength=count).cumsum()
     return Packing(parts[numpy.argsort(sequences, kind="stable")], begins)
-
-
-def _greedy(sizes: numpy.ndarray, seq_length: int) -> numpy.ndarray:
-    """Return the sequence of each part, [P] int64."""
-    ends = numpy.concatenate(([0], sizes.cumsum()))
-    next_begins = numpy.searchsorted(ends, ends[:-1] + seq_length, side="right") - 1
-    is_first, begin = numpy.zeros(len(sizes), dtype=numpy.int64), 0
-    while begin < len(sizes):
-        is_first[begin] = 1
-        begin = next_begins[begin]
-    return is_first.cumsum() - 1
 
 
 def _best_fit(sizes: numpy.ndarray, seq_length: int) -> numpy.ndarray:

@@ -215,24 +215,19 @@ class ProgramSamples(Dataset):
         columns.setdefault("loss_mask", torch.ones(self._width, dtype=torch.int64))
         if DOCUMENTS in self._keys:
             documents = columns.setdefault(DOCUMENTS, torch.zeros_like(places))
-            self._check_documents(documents, columns["loss_mask"], places, number)
+            end = int((documents >= 0).sum())
+            begins = torch.where(documents == places, places, 0).cummax(0).values
+            if end == 0 or not torch.equal(documents, torch.where(places < end, begins, -1)):
+                raise ValueError(
+                    f"{self._name}: documents of sample {number} have to be, for each token, the position of its "
+                    "document's first token, from 0 on, and -1 for padding behind them all"
+                )
+            if columns["loss_mask"][end:].any():
+                raise ValueError(f"{self._name}: sample {number} has loss_mask 1 where documents has -1, for padding")
             if self._restarts:
                 columns.setdefault("position_ids", torch.where(documents < 0, 0, places - documents))
         columns.setdefault("position_ids", places)
         return columns
-
-    def _check_documents(self, documents: Tensor, loss_mask: Tensor, places: Tensor, number: int) -> None:
-        """Refuse documents that are not whole, and padding in front of tokens or with a loss."""
-        begins, padding = documents == places, documents < 0
-        expected = torch.where(begins, places, 0).cummax(0).values
-        end = int((~padding).sum())
-        if end == 0 or not torch.equal(documents, torch.where(places < end, expected, -1)):
-            raise ValueError(
-                f"{self._name}: documents of sample {number} have to be, for each token, the position of its "
-                "document's first token, from 0 on, and -1 for padding behind them all"
-            )
-        if loss_mask[padding].any():
-            raise ValueError(f"{self._name}: sample {number} has loss_mask 1 where documents has -1, for padding")
 
     def _column(self, values: Sequence[int] | Tensor, name: str, number: int, width: int) -> Tensor:
         try:

@@ -9,7 +9,6 @@ from megatron_moe import platform
 from megatron_moe.config.latent_exchange import exchange_cost
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
 from megatron_moe.config.schema import Run
-from megatron_moe.data.datasets import sample_facts
 from megatron_moe.engine import defects
 from megatron_moe.io.texts import listed
 from megatron_moe.kernels import choice
@@ -119,12 +118,17 @@ _FP8_FORMS = {
 def _document_notes(trainer: Trainer) -> list[str]:
     """Say how many documents a training sequence has, and what is lost to padding."""
     data, train = trainer.run.data, trainer.splits.train
-    if data.program_data or train is None or (facts := sample_facts(train)) is None:
+    if data.program_data or train is None or not data.reset_attention_mask:
         return []
-    counted = f"documents: {facts.documents:.2f} of the index in a sequence on average"
+    weights = getattr(train, "weights", [1.0])  # of a blend
+    documents = padding = 0.0
+    for weight, member in zip(weights, getattr(train, "datasets", [train])):
+        facts, share = member.facts(), weight / sum(weights)
+        documents, padding = documents + share * facts.documents, padding + share * facts.padding
+    counted = f"documents: {documents:.2f} of the index in a sequence on average"
     if data.document_boundaries == "eod":
         counted += ", where each end-of-document token ends one (--document-boundaries eod)"
-    return [f"{counted}; {100 * facts.padding:.2f} % of positions are padding (--packing {data.packing})"]
+    return [f"{counted}; {100 * padding:.2f} % of positions are padding (--packing {data.packing})"]
 
 
 def _sharding_notes(run: Run, world_size: int) -> list[str]:

@@ -145,7 +145,7 @@ def test_packed_samples_have_every_prediction_once_and_no_loss_on_padding(write_
         assert torch.equal(sample["position_ids"][mask], (torch.arange(S) - sample["documents"])[mask])
         found += zip(sample["tokens"][mask].tolist(), sample["labels"][mask].tolist())
     assert sorted(found) == [pair for one in documents for pair in pairwise(one)]
-    facts = datasets.sample_facts(train)
+    facts = train.facts()
     assert facts.padding == pytest.approx(1 - len(found) / (S * len(train)))
     assert facts.documents == 9 / len(train)  # the document of 18 tokens is three parts, that of one is none
     with pytest.raises(ConfigError, match="no document of two tokens"):
