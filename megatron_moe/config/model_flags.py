@@ -239,7 +239,7 @@ class MoEConfig:
     )
     moe_seq_aux_loss_per: str = setting(
         "sequence",
-        "seq_aux_loss: what is balanced by itself, each sequence or each document in it",
+        "seq_aux_loss: balance each sequence or document",
         choices=("sequence", "document"),
         resume="free",
     )

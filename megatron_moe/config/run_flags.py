@@ -213,26 +213,22 @@ class DataConfig:
     )
     num_workers: int = setting(0, "processes that read data, per rank", within=COUNT)
     reset_position_ids: bool = setting(
-        False,
-        "with --reset-attention-mask, rotary positions start again at each document; alone it changes no number, as in "
-        "Megatron-LM",
+        False, "with --reset-attention-mask: rotary positions start again at each document; alone no number changes"
     )
     reset_attention_mask: bool = setting(
-        False, "tokens attend to their own document alone, and none is trained to predict the next document's first"
+        False, "tokens attend to their own document alone, and predict no other's"
     )
     document_boundaries: str = setting(
         "index",
-        "what is a document to --reset-attention-mask: one of the indexed file, or what ends with an end-of-document "
-        "token (Megatron-LM's)",
+        "where documents end: where the index says, or after each end-of-document token (Megatron-LM's)",
         choices=("index", "eod"),
     )
     packing: str = setting(
         "none",
-        "how documents fill sequences: one after the other and cut anywhere, or whole where they fit, in their order "
-        "(greedy) or with least padding (best-fit)",
+        "documents in a sequence: cut anywhere, or whole, in their order (greedy) or with least padding (best-fit)",
         choices=("none", "greedy", "best-fit"),
     )
-    eod_mask_loss: bool = setting(False, "no loss on what is predicted from an end-of-document token")
+    eod_mask_loss: bool = setting(False, "no loss on end-of-document tokens")
     no_mmap_bin_files: bool = setting(False, "read .bin files instead of mapping them")
     data_verify_gb: float = setting(
         4.0,
