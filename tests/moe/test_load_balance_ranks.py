@@ -401,11 +401,13 @@ def stepped_packed(flags: dict[str, Any], packed: list[list[int]]) -> dict[str, 
 
 
 PREDICTED = {"mtp_num_layers": 1}
+GROUPED = {"multi_latent_attention": False, "group_query_attention": True, "num_query_groups": 2}
 PACKINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "CP2, recomputed": (2, {**TP1_CP2, **FULL}),
     "TP2, EP2, predictions": (2, {**TP2_SP, **EP2, "expert_tensor_parallel_size": 1, **PREDICTED}),
     "TP2, PP2, predictions": (4, {**TP2_SP, "pipeline_model_parallel_size": 2, **PREDICTED}),
+    "grouped queries, CP2, predictions": (2, {**TP1_CP2, **GROUPED, **PREDICTED}),
     "PP2, CP2": (4, {"pipeline_model_parallel_size": 2, **TP1_CP2, "micro_batch_size": 2}),
 }
 
@@ -415,7 +417,7 @@ PACKINGS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_a_step_is_the_same_however_its_documents_are_packed_on_any_layout(gloo, once, layout):
     """Padding is in no count, and losses per document do not ask what else is in the sequence."""
     ranks, flags = PACKINGS[layout]
-    alone = {key: flags[key] for key in PREDICTED if key in flags}
+    alone = {key: flags[key] for key in (*PREDICTED, *GROUPED) if key in flags}
     (wanted,) = once(1, stepped_packed, flags=alone, packed=mtp_cases.PACKED)
     tokens = sum(map(sum, mtp_cases.PACKED))
     assert all(sum(counts) == tokens * 2 for counts in wanted["counts"].values())
