@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import folder as folder_module
-from megatron_moe.checkpoint import optimizer
 from megatron_moe.checkpoint.save import Saver, SaveTarget
-from megatron_moe.checkpoint.state import TrainingProgress, TrainState, metadata, model_state
+from megatron_moe.checkpoint.state import TrainingProgress, TrainState, metadata, unwrapped
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.training.run import pretrain
@@ -100,10 +99,12 @@ def _contest(
 
     def save_as_the_engine() -> None:
         theirs.mkdir()
-        state = model_state(trained)
-        options = metadata(trained.pg_collection)
-        state["optimizer"] = optimizer.sharded_state(trained.optimizer, state, options, loading=False)
-        dist_checkpointing.save(state, str(theirs))
+        form = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+        options = {**metadata(trained.pg_collection), **form}
+        model: Any = unwrapped(trained.model[0])
+        weights = model.sharded_state_dict(metadata=options)
+        state = trained.optimizer.sharded_state_dict(weights, is_loading=False, metadata=options)
+        dist_checkpointing.save({"model": weights, "optimizer": state}, str(theirs))
 
     for repeat in range(repeats + 1):
         spent = {"engine": _timed(save_as_the_engine)}

@@ -39,9 +39,10 @@ NO_LAUNCH = (
 )
 IN_PLACE = ("add_", "mul_", "div_", "clamp_")
 
-# What an estimate assumes of an H200: FLOP/s of products by their operands' dtype (published are 989e12 and 67e12),
+# What an estimate assumes of an H200: FLOP/s of products by their operands' dtype (published are 1979e12 for FP8, where
+# nothing was measured and kernels wait for the L2 cache, 989e12 and 67e12),
 # bytes a second (published 4.8e12), and the seconds that the smallest kernel takes.
-RATES = {torch.bfloat16: 600e12, torch.float16: 600e12, torch.float32: 45e12}
+RATES = {torch.float8_e4m3fn: 900e12, torch.bfloat16: 600e12, torch.float16: 600e12, torch.float32: 45e12}
 BANDWIDTH = 4.3e12
 SMALLEST = 3e-6
 # Of an exchange between cards of one node: NVLink's bytes a second, each way, as published.
@@ -95,14 +96,19 @@ class Launches(TorchDispatchMode):
 
     def seen(self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """Count a launch of a kernel of ours."""
-        tensors = {id(one): one for one in arguments if isinstance(one, Tensor)}.values()
+        operands = [getattr(one, "base", one) for one in arguments]  # of a tensor as TMA reads it
+        tensors = {id(one): one for one in operands if isinstance(one, Tensor)}.values()
         name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
         size = sum(touched(one) for one in tensors)
-        if name != "triton_products._add":
+        if name == "triton_products._add":
+            total, left, right = arguments[:3]  # which it reads and writes
+            self.found.append(Launched(name, 1, size + touched(total), flops("mm", (left, right)), left.dtype))
+        elif name.startswith("triton_fp8._multiply"):
+            size += touched(operands[5]) if constants.get("ADD") else 0
+            work = 2 * operands[1].numel() * constants["WIDTH"] * constants.get("PARTS", 1)
+            self.found.append(Launched(name, 1, size, work, torch.float8_e4m3fn))
+        else:
             self.found.append(Launched(name, 1, size))
-            return
-        total, left, right = arguments[:3]  # which it reads and writes
-        self.found.append(Launched(name, 1, size + touched(total), flops("mm", (left, right)), left.dtype))
 
 
 def is_view(func: Any) -> bool:
@@ -165,6 +171,7 @@ def of_layer(
     from megatron_moe import platform
     from megatron_moe.config import schema
     from megatron_moe.kernels.choice import launches_seen_by
+    from megatron_moe.moe import grouped_gemm_fp8
     from megatron_moe.moe.dispatch import AllToAllDispatcher
     from megatron_moe.moe.layer import MoELayer
     from megatron_moe.parallel import groups
@@ -173,11 +180,13 @@ def of_layer(
     run = schema.build({"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "expert_model_parallel_size": ep})
     groups.fake_world(run, 0, ep)
     form = mock.patch.dict(env_vars.chosen, {env_vars.KERNELS: kernels})
+    form_of_fp8 = {"triton": "triton", "torch": "emulated"}[kernels]
+    fp8 = mock.patch.object(grouped_gemm_fp8, "fp8_form", lambda: form_of_fp8)
     own = {name: settings.pop(name) for name in ("fp8_format",) if name in settings}
     settings |= {"moe_shared_expert_intermediate_size": shared or None, "expert_model_parallel_size": ep}
     settings |= {"gradient_accumulation_fusion": sums == "fused", "use_cpu_initialization": True}
     try:
-        with form, platform.fake_device("cuda", {}), torch.device("meta"):
+        with form, fp8, platform.fake_device("cuda", {}), torch.device("meta"):
             config = engine_config(Shape(tokens, hidden, experts, topk, ffn, shared), torch.bfloat16, **settings)
             vars(config).update(own)
             layer = MoELayer(config, layer_number=1).train()
@@ -207,6 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
     parser.add_argument("--kernels", choices=("triton", "torch"), default="triton", help="default: triton")
     parser.add_argument("--sums", choices=("none", "added", "fused"), default="none", help="default: none")
+    parser.add_argument("--fp8-format", choices=("e4m3", "hybrid"), help="default: products in bf16")
     parser.add_argument("--host-us", type=float, default=60, help="microseconds of the host for a launch; default: 60")
     args = parser.parse_args(argv)
     host = vars(args).pop("host_us")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -39,6 +40,8 @@ def operations_and_peak(contestant: Contestant) -> tuple[int, int]:
         contestant.step()
     peak = torch.cuda.max_memory_allocated() - before if platform.has_cuda() else live.peak
     contestant.clear()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # torch.compile leaves alone for good what it has met under a mode
     return sum(one.launches for one in launches.found), peak
 
 

@@ -28,6 +28,7 @@ import megatron_moe  # noqa: F401  (adapts the engine to the machine before it i
 from benchmarks.contestants import Bound, Contestant, Skipped, ours, transformers_layer
 from benchmarks.engine_layer import engine_grouped, engine_sequential
 from benchmarks.measures import Clock, append, draw, operations_and_peak
+from benchmarks.plain_layer import plain_layer
 from benchmarks.problem import Problem, Shape, make_problem, oracle, relative_error
 from benchmarks.torchtitan_layer import torchtitan_layer
 from megatron_moe import platform
@@ -64,6 +65,7 @@ def contestants(pg_collection: Any) -> dict[str, tuple[str, Callable[[Problem], 
             partial(transformers_layer, implementation="grouped_mm"),
         ),
         "hf_eager": ("transformers DeepseekV3MoE, eager", partial(transformers_layer, implementation="eager")),
+        "plain": ("plain torch, compiled SwiGLU", plain_layer),
         "torchtitan": ("torchtitan MoE", torchtitan_layer),
     }
 

@@ -92,6 +92,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="fp32", help="default: fp32")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="torch's threads (default: all cores)")
     parser.add_argument("--rounds", type=int, default=12, help="timed steps of each (default: 12)")
+    parser.add_argument("--cpu-time", action="store_true", help="count processor seconds; for --threads 1")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a step (default: 2048)")
     parser.add_argument("--seq-length", type=int, default=256, help="default: 256")
     parser.add_argument("--vocab", type=int, default=4096, help="vocabulary (default: 4096)")
@@ -107,7 +108,8 @@ def _compare(args: argparse.Namespace, run: Run, pg_collection: Any) -> int:
     elif run.precision.bf16:
         contestants["transformers, autocast to bf16"] = transformers_step(run, tensors, batches(), True)
     wrong = _train_something_else(contestants, TOLERANCE[args.dtype])
-    seconds = _race({name: step for name, step in contestants.items() if name not in wrong}, args.rounds)
+    ready = {name: step for name, step in contestants.items() if name not in wrong}
+    seconds = _race(ready, args.rounds, time.process_time if args.cpu_time else time.perf_counter)
     parameters = run.derived.parameter_count(run.derived.padded_vocab_size(args.vocab))
     where = torch.cuda.get_device_name() if platform.has_cuda() else f"{args.threads} threads"
     print(f"{parameters / 1e6:.2f} M parameters, {args.tokens} tokens a step, {where}", end="; ")
@@ -130,7 +132,7 @@ def _train_something_else(contestants: dict[str, Step], tolerance: float) -> lis
     return wrong
 
 
-def _race(contestants: dict[str, Step], rounds: int) -> dict[str, list[float]]:
+def _race(contestants: dict[str, Step], rounds: int, now: Callable[[], float]) -> dict[str, list[float]]:
     """Return the seconds of each timed step, by contestant; a round has a step of everybody, in turning order."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
@@ -138,10 +140,10 @@ def _race(contestants: dict[str, Step], rounds: int) -> dict[str, list[float]]:
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             platform.synchronize()
-            begin = time.perf_counter()
+            begin = now()
             contestants[name]()
             platform.synchronize()
-            seconds[name].append(time.perf_counter() - begin)
+            seconds[name].append(now() - begin)
     return seconds
 
 

@@ -14,6 +14,7 @@ from megatron_moe.io.source_version import VERSION as __version__
 from megatron_moe.platform import env_vars
 
 env_vars.check()
+env_vars.keep_kernels_on_this_node()
 import_hook.install()
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from megatron_moe.engine import defects
 from megatron_moe.hf.config import filled_in
 from megatron_moe.io import launched
 from megatron_moe.io.program import DONE, end_interrupted, run_program, say, stage
+from megatron_moe.platform import env_vars
 from megatron_moe.precision import table
 from megatron_moe.report.console import legend_text
 from megatron_moe.training.signals import die_with_launcher
@@ -64,6 +65,7 @@ def _main(
         if run is None:
             return DONE
         require_rendezvous(world_size)
+        env_vars.let_segments_grow()
         ranks = f"{world_size} ranks" if world_size > 1 else "1 rank"
         # The launcher has said what it starts.
         stage("loading torch and the engine" if launched.folder() else f"{ranks}, loading torch and the engine")

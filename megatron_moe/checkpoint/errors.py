@@ -1,4 +1,7 @@
-"""Errors of saving and loading, raised on all ranks together: the others would wait for a rank that leaves alone."""
+"""Errors of saving and loading, raised on all ranks together: the others would wait for a rank that leaves alone.
+
+What the ranks exchange here are objects in host memory, which do not pass through a GPU (`groups.host_group`).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.io.files import free_bytes
 from megatron_moe.io.texts import place_of, size_text
+from megatron_moe.parallel.groups import host_group
 
 T = TypeVar("T")
 
@@ -83,7 +87,7 @@ def on_rank_zero(work: Callable[[], T], describe: Callable[[OSError], str] = str
     if torch.distributed.get_rank() == 0:
         result, failure = attempted(work)
     outcome = [None if failure is None else _Failure.of(failure, describe)]
-    torch.distributed.broadcast_object_list(outcome, src=0)
+    torch.distributed.broadcast_object_list(outcome, src=0, group=host_group())
     if outcome[0] is not None:
         raise _shared({0: outcome[0]}, outcome[0].message) from failure
     return result
@@ -102,10 +106,10 @@ def gathered(result: T | None, failure: Exception | None, describe: Callable[[OS
     mine = (result, None) if failure is None else (None, _Failure.of(failure, describe))
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     parts: list | None = [None] * world_size if rank == 0 else None
-    torch.distributed.gather_object(mine, parts, dst=0)
+    torch.distributed.gather_object(mine, parts, dst=0, group=host_group())
     failures = {number: failed for number, (_, failed) in enumerate(parts or []) if failed is not None}
     outcome = [failures]
-    torch.distributed.broadcast_object_list(outcome, src=0)
+    torch.distributed.broadcast_object_list(outcome, src=0, group=host_group())
     if outcome[0]:
         texts = [f"rank {number}: {f.message}" if world_size > 1 else f.message for number, f in outcome[0].items()]
         raise _shared(outcome[0], "; ".join(texts)) from failure
@@ -115,7 +119,7 @@ def gathered(result: T | None, failure: Exception | None, describe: Callable[[OS
 def all_gather_object(value: T) -> list[T]:
     """Return every rank's value, in the order of ranks. Collective."""
     found: list[T | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, value)
+    torch.distributed.all_gather_object(found, value, group=host_group())
     return found  # type: ignore[return-value]
 
 

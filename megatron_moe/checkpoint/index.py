@@ -209,15 +209,6 @@ class _Unpickler(pickle.Unpickler):
         return _STAND_INS.get((module, name)) or _STAND_INS_OF_PLANS[module, name]
 
 
-class AllowedUnpickler(pickle.Unpickler):
-    """An unpickler of the real classes of an index, and of no others, which the engine needs after `read`."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the class, if it belongs in an index; raise UntrustedError otherwise."""
-        _require_known(module, name, with_plans=False)
-        return super().find_class(module, name)
-
-
 def _require_known(module: str, name: str, with_plans: bool) -> None:
     key = (module, name)
     if key not in _STAND_INS and not (with_plans and key in _STAND_INS_OF_PLANS):

@@ -7,15 +7,16 @@ fp32 state keep their bits, so that a run that changes its dtype and changes it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import dist, folder, manifest
+from megatron_moe.checkpoint import dist, folder, manifest, optimizer
 from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.errors import all_gather_object, in_rounds
 from megatron_moe.checkpoint.index import UntrustedError
@@ -23,17 +24,14 @@ from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, other
 from megatron_moe.checkpoint.state import (
     TrainingProgress,
     TrainState,
-    average_state,
+    average_shards,
     layout,
-    model_state,
-    optimizer_state,
-    put_model_state,
-    put_optimizer_state,
+    model_shards,
+    optimizer_shards,
 )
-from megatron_moe.checkpoint.step_reader import AVERAGE
-from megatron_moe.config.errors import ConfigError, listing
+from megatron_moe.checkpoint.step_reader import AVERAGE, COMMON, StepReader, read_file
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.engine.dist_checkpointing import ShardedTensor
 from megatron_moe.io.texts import size_text
 from megatron_moe.parallel.groups import rank_facts, seed_everything
 from megatron_moe.precision.contract import declared_fp32_state
@@ -129,37 +127,39 @@ def load(run: Run, source: CheckpointSource, trained: TrainState) -> Loaded:
     options = run.checkpoint
     fresh = options.finetune or source.weights_only
     with_optimizer = not (fresh or options.no_load_optim)
-    request = model_state(trained)
-    chunks = list(request)
-    if with_optimizer:
-        request["optimizer"] = optimizer_state(trained, request, loading=True)
     goes_on = with_optimizer and trained.average is not None and bool(source.state.get(folder.HAS_AVERAGE))
-    if goes_on:
-        request["average"] = average_state(trained)
     unread: tuple[str, ...] = ()
     if not with_optimizer:
         unread = ("optimizer.",)
     elif not goes_on:
         unread = (AVERAGE,)
-    # What the model declares as fp32 state (`expert_bias`) is read and widened, whatever it was saved as.
-    declared = {tensor.data_ptr() for chunk in trained.model for _, tensor in declared_fp32_state(chunk)}
-    tensors = dist.sharded_tensors({name: request[name] for name in chunks})
-    fp32_state = frozenset(tensor.key for tensor in tensors if tensor.data.data_ptr() in declared)
+    reader = dist.opened(source.step)
+    sources: dict[str, str] = {}
     changed: list[str] = []
     if other_dtypes(run, source.config):
         changed.append(_REMADE)
-        loaded, rounded = _load_other_dtypes(request, chunks, source.step, unread, fp32_state)
-    else:
-        loaded, rounded = dist.load_tensors(request, source.step, allow_unread=unread, fp32_state=fp32_state)
+        sources = _sources(reader)
+        unread = (*unread, *sources)
+    with optimizer.unpacked(trained.optimizer, keep=True) if with_optimizer else nullcontext():
+        shards = model_shards(trained)
+        # What the model declares as fp32 state (`expert_bias`) is read and widened, whatever it was saved as.
+        declared = {tensor.data_ptr() for chunk in trained.model for _, tensor in declared_fp32_state(chunk)}
+        fp32_state = frozenset(shard.key for shard in shards if shard.values.data_ptr() in declared)
+        if with_optimizer:
+            shards += optimizer_shards(trained)
+        if goes_on:
+            shards += average_shards(trained)
+        rounded = dist.require_all(reader, shards, sources, allow_unread=unread, fp32_state=fp32_state)
+        dist.read(reader, shards, sources)
     recorded = list(source.state.get("precision_warnings", []))
     for key, dtype in rounded.items():
         recorded.append(
             f"PRECISION WARNING: {key} is {dtype} in {source.step}, must be torch.float32: it was rounded before it "
             "was saved; loaded as it is and kept in fp32 from now on"
         )
-    put_model_state(trained, {name: loaded[name] for name in chunks})
     if with_optimizer:
-        put_optimizer_state(trained, loaded["optimizer"], run)
+        optimizer.put_plain_values(trained.optimizer, read_file(source.step, COMMON)["optimizer"])
+        optimizer.gather_packed_weights(trained.model, trained.optimizer, run)
     else:
         # fp32 main weights are copies of the model's; those they were made from are gone.
         trained.optimizer.reload_model_params()
@@ -202,13 +202,12 @@ def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:
             outcome = _READ if same_device else _ABSENT
         except UntrustedError:
             outcome = _REFUSED
-    worst = torch.tensor(outcome, device=platform.device())
-    torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MIN)
-    if worst.item() == _REFUSED:
+    worst = min(all_gather_object(outcome))
+    if worst == _REFUSED:
         raise ConfigError(
             f"{path.parent}: refused, random states may be damaged or harmful; --no-load-rng does without them"
         )
-    if worst.item() == _READ and state is not None:
+    if worst == _READ and state is not None:
         random_state.restore(state)
         return []
     iteration = source.state["iteration"]
@@ -232,60 +231,12 @@ def _load_random_state(run: Run, source: CheckpointSource) -> list[str]:
     ]
 
 
-def _load_other_dtypes(
-    request: dict[str, Any],
-    chunks: Sequence[str],
-    step: Path,
-    allow_unread: tuple[str, ...],
-    fp32_state: frozenset[str],
-) -> tuple[dict[str, Any], dict[str, torch.dtype]]:
-    """Do what `dist.load_tensors` does for a model whose weights have other dtypes than the step's. Collective.
-
-    The step is read twice: all but the weights, and then the weights, for the optimizer may ask for the same main
-    weights. These pass through host memory in fp32.
-
-    Args:
-        request: the sharded state dict; weights are taken out of it.
-        chunks: the names in it of the model's chunks.
-
-    Raises:
-        ConfigError: besides the reasons there, a weight is too large for its dtype. The same on every rank.
-    """
-    saved = dist.saved_dtypes(step)
-    trained = {key.removeprefix(_MOMENT) for key in saved if key.startswith(_MOMENT)}
-    sources = {key: _MAIN + key if _MAIN + key in saved else key for key in trained}
-    weights: dict[str, Any] = {}  # a request for their sources in fp32
-    wanted: dict[str, dict[str, tuple[str, torch.dtype]]] = {}  # by chunk and name: key in the step, dtype here
-    for chunk in chunks:
-        weights[chunk], wanted[chunk] = {}, {}
-        for name in list(request[chunk]):
-            parts = list(dist.sharded_parts(request[chunk][name]))
-            if parts and parts[0].key in sources:
-                wanted[chunk][name] = (parts[0].key, parts[0].data.dtype)
-                weights[chunk][name] = dist.read_in_fp32(request[chunk].pop(name), sources)
-    for part in dist.sharded_parts(request.get("optimizer")):
-        if part.key.startswith(_MAIN) and part.key not in saved:
-            part.key = part.key.removeprefix(_MAIN)
-    either = tuple(trained | {_MAIN + key for key in trained})
-    loaded, rounded = dist.load_tensors(request, step, allow_unread=(*allow_unread, *either), fp32_state=fp32_state)
-    others = tuple(saved.keys() - set(sources.values()))
-    filled, _ = dist.load_tensors(weights, step, allow_unread=others)
-    too_large: list[str] = []
-    for chunk in chunks:
-        made = {name: _rounded(filled[chunk][name], *wanted[chunk][name], too_large) for name in wanted[chunk]}
-        loaded.setdefault(chunk, {}).update(made)
-    if found := sorted({line for lines in all_gather_object(too_large) for line in lines}):
-        head = f"--load {step}: weights are beyond the largest number of their dtype (fp16: 65504); use --bf16 or fp32:"
-        raise ConfigError(listing(head, found))
-    return loaded, rounded
-
-
-def _rounded(values: ShardedTensor | torch.Tensor | list, key: str, dtype: torch.dtype, too_large: list[str]) -> Any:
-    """Return what was read of a weight in the dtype; add its key to `too_large` if a number becomes infinite."""
-    if isinstance(values, list):
-        return [_rounded(part, key, dtype, too_large) for part in values]
-    main = dist.values_of(values)
-    weight = main.to(dtype)
-    if bool((weight.isinf() & main.isfinite()).any()):
-        too_large.append(f"{key}: {main[main.isfinite()].abs().max().item():g}")
-    return weight
+def _sources(reader: StepReader) -> dict[str, str]:
+    """Return, of weights and main weights, the key of the fp32 main weight in a step of other dtypes than the run's."""
+    saved, found = reader.index.tensors, dict[str, str]()
+    for key in saved:
+        if key.startswith(_MOMENT):
+            name = key.removeprefix(_MOMENT)
+            main = _MAIN + name
+            found[name] = found[main] = main if main in saved else name
+    return found

@@ -6,10 +6,11 @@
     publish    rank 0      the small files, the manifest, the rename, the pointer, the removal of older steps
     conclude   all ranks   agreement that the step is there, or an error on all of them
 
-`write` and `publish` call no collective. In the background (`--async-save`) threads run them while the run trains on:
-one on each rank copies what the next update will change, and then writes; the update waits for the copy. One on rank 0
-publishes. The ranks agree on when a step is written at step boundaries, in one small reduction while a save is
-pending, so that the collectives of different ranks do not mix.
+`write` and `publish` call no collective: a thread runs them on each rank. In the background (`--async-save`) the run
+trains on meanwhile: the thread first copies what the next update will change, and the update waits for the copy. The
+ranks agree on when a step is written at step boundaries, in one small reduction while a save is pending, so that the
+collectives of different ranks do not mix. Where the training waits for the step, the ranks meet every few seconds: a
+disk may take longer than a collective may.
 """
 
 from __future__ import annotations
@@ -25,20 +26,27 @@ from typing import Any
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import folder, writer
+from megatron_moe.checkpoint import folder, optimizer, writer
 from megatron_moe.checkpoint import state as random_state
-from megatron_moe.checkpoint.errors import SaveError, attempted, gathered, on_rank_zero, refusal
+from megatron_moe.checkpoint.errors import (
+    ROUND_SECONDS,
+    SaveError,
+    all_gather_object,
+    attempted,
+    gathered,
+    on_rank_zero,
+    refusal,
+)
 from megatron_moe.checkpoint.lock import WriterLock, acquire
-from megatron_moe.checkpoint.optimizer import Buffers, Gathered, gathered_into
 from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
 from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.checkpoint.state import (
     TrainingProgress,
     TrainState,
-    average_state,
+    average_shards,
     layout,
-    model_state,
-    optimizer_state,
+    model_shards,
+    optimizer_shards,
 )
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
@@ -74,14 +82,6 @@ class SaveTarget:
 
 
 @dataclass
-class SaveBuffers:
-    """Host memory that is kept from save to save: fresh memory costs more time than copying into it."""
-
-    copies: Buffers = field(default_factory=dict)
-    gathered: Buffers = field(default_factory=dict)
-
-
-@dataclass
 class CheckpointSave:
     """One step that is being saved, on one rank. The methods are called in the order of the module's docstring."""
 
@@ -107,7 +107,7 @@ class CheckpointSave:
     """The seconds that training waited for it; None where it waits for all of it."""
     publishing: bool = False
     thread: threading.Thread | None = None
-    """The thread that writes, then publishes; None for the caller's own."""
+    """The thread that writes, then the one that publishes."""
 
     @property
     def step(self) -> Path:
@@ -225,7 +225,7 @@ def begin(
     where: SaveTarget,
     *,
     facts: dict[str, Any],
-    memory: SaveBuffers | None = None,
+    memory: writer.Buffers | None = None,
 ) -> CheckpointSave:
     """Begin to save the step of `progress`: collect what the rest needs of the present state. Collective.
 
@@ -241,24 +241,23 @@ def begin(
         SaveError: on every rank, where there is no room, or a sound step of this number: it is not overwritten.
     """
     ranks, iteration = rank_facts(), progress.iteration
-    hidden = folder.staging_dir(where.root, iteration)
-    state, gathered = model_state(trained), Gathered()
+    shards, common = model_shards(trained), dict[str, Any]()
+    steady, private = changed_by_updates(run, trained), set[int]()
+    with_average = trained.average is not None and not run.checkpoint.no_save_optim
     if not run.checkpoint.no_save_optim:
-        with gathered_into(
-            trained.optimizer, {} if memory is None else memory.gathered, later=memory is not None
-        ) as gathered:
-            state["optimizer"] = optimizer_state(trained, state, loading=False)
-        if trained.average is not None:
-            state["average"] = average_state(trained)
-    steady = changed_by_updates(run, trained)
-    staged = writer.stage(
-        state, hidden, gathered=gathered, buffers=None if memory is None else memory.copies, steady=steady
-    )
+        with optimizer.unpacked(trained.optimizer, keep=False):
+            updated = optimizer_shards(trained)
+        private = {shard.values.untyped_storage().data_ptr() for shard in updated} - steady
+        common["optimizer"] = optimizer.plain_values(trained.optimizer)
+        shards += updated
+    if with_average:
+        shards += average_shards(trained)
+    staged = writer.stage(shards, common, buffers=memory, steady=steady, private=private)
     about = {
         **asdict(progress),
         "scheduler": trained.scheduler.state_dict(),
         "has_optimizer": not run.checkpoint.no_save_optim,
-        folder.HAS_AVERAGE: "average" in state,
+        folder.HAS_AVERAGE: with_average,
         "layout": layout(ranks),
         **facts,
     }
@@ -320,12 +319,14 @@ class Saver:
         self._run = run
         self._target = target
         self._report = report
-        self._memory = SaveBuffers()
+        self._memory: writer.Buffers = {}
         self._pending: CheckpointSave | None = None
         self.latest = latest
         """The last step that is complete on disk."""
         self.error: SaveError | None = None
         """Why the last step that was to be saved was not."""
+        self.moved: Callable[[], None] = lambda: None
+        """Called on every rank while all wait for a step, when some rank has written more of it."""
 
     def save(self, trained: TrainState, progress: TrainingProgress, facts: dict[str, Any]) -> bool:
         """Save a step, or begin to; an earlier one is finished first. Parameters have to be gathered.
@@ -368,10 +369,22 @@ class Saver:
         """Wait for a pending save; return the step if it was saved."""
         step = None
         while self._pending is not None:
-            if self._pending.thread is not None:
-                self._pending.thread.join()
+            self._wait(self._pending)
             step = self._move_on(self._pending)
         return step
+
+    def _wait(self, saving: CheckpointSave) -> None:
+        """Wait until all ranks' threads are idle. Collective."""
+        written, thread, everywhere = 0, saving.thread, False
+        while not everywhere:
+            if thread is not None:
+                thread.join(ROUND_SECONDS)
+            is_idle = thread is None or not thread.is_alive()
+            ranks = all_gather_object((is_idle, saving.staged.written_bytes))
+            everywhere = all(idle for idle, _ in ranks)
+            if sum(count for _, count in ranks) > written:
+                written = sum(count for _, count in ranks)
+                self.moved()
 
     @property
     def pending(self) -> bool:
@@ -405,9 +418,6 @@ class Saver:
         return saving.step
 
     def _do(self, saving: CheckpointSave, work: Callable[[], None]) -> None:
-        if not self._run.checkpoint.async_save:
-            work()
-            return
         # A process that has to end at once does not wait: the staging folder is not read.
         saving.thread = threading.Thread(target=work, name="checkpoint", daemon=True)
         saving.thread.start()

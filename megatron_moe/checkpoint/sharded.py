@@ -1,155 +1,144 @@
-"""The tensors of a fully sharded model in a checkpoint: each rank's shards, as boxes of the model's tensors.
+"""A rank's shards of the tensors in a checkpoint: of weights, of the optimizer's state, and of their average.
 
-They have the names, shapes and dtypes that any other kind of data parallelism writes (`optimizer.py`), and every rank
-writes and reads what it has: nothing is gathered. In a bf16 or fp16 run a shard is the main weight, and the model's
-weight is a copy of it in the model's dtype.
+    NAME                               a weight in the run's dtype, or fp32 state of the model
+    optimizer.state.param.NAME         the fp32 main weight of NAME; not in an fp32 run, where NAME itself is that
+    optimizer.state.exp_avg.NAME       Adam's moments, fp32
+    optimizer.state.exp_avg_sq.NAME    not of weights that Muon updates
+    optimizer.state.ema.NAME           the average of the main weight, fp32
+
+Names, shapes and dtypes are the same for every layout, optimizer and kind of data parallelism. A rank has boxes of
+these tensors. Data-parallel ranks that hold the same elements share the work of writing and of reading them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from megatron_moe.checkpoint import dist
-from megatron_moe.checkpoint.dist import Box
-from megatron_moe.checkpoint.optimizer import SavedOptimizer, State, has_main_weights, parts_with_state, saved_step
+from megatron_moe.checkpoint.optimizer import has_main_weights
 from megatron_moe.checkpoint.step_reader import AVERAGE
+from megatron_moe.engine.dist_checkpointing import ShardedTensor, ShardedTensorFactory
 from megatron_moe.engine.fully_shard import gathered_dtype, own_range
-from megatron_moe.engine.optimizer import parts
-from megatron_moe.model.fully_sharded import local, shard_of
-from megatron_moe.platform.protocols import EngineOptimizer
+from megatron_moe.engine.optimizer import OwnedPart, named_main_params, owned_part, parts
+from megatron_moe.model.fully_sharded import local
+from megatron_moe.platform.protocols import EngineOptimizer, ProcessGroups
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATE = "optimizer.state."
 
 Slices = tuple[slice, ...]
-Boxes = dict[str, list[Box]]
-"""Parameter name -> the boxes of the model's tensors that this rank's shard of it fills; none for an empty shard."""
 
 
-def model_state(model: torch.nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-    """Return a chunk's sharded state dict, with a list of tensors for each weight. Loading fills them.
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A box of one of a checkpoint's tensors that this rank holds.
 
-    In bf16 and fp16 the weights in it are copies in the model's dtype, which `put_weights` puts into the shards.
+    Attributes:
+        key: the tensor's name.
+        start: the box's first element in the whole tensor, whose shape is `whole`.
+        values: the live elements, of the box's shape. Those of a fully sharded model's weight are fp32.
+        dtype: the tensor's in a checkpoint of this run.
+        is_main: False where ranks other than data-parallel ones have the same elements, and one of those counts.
+        group: the data-parallel ranks that have the same elements; None: no other has them.
+        is_padded: a checkpoint may have fewer rows, as the padding of a vocabulary depends on TP; the others are zeros.
+    """
+
+    key: str
+    start: tuple[int, ...]
+    whole: tuple[int, ...]
+    values: Tensor
+    dtype: torch.dtype
+    is_main: bool = True
+    group: ProcessGroup | None = None
+    is_padded: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank counts of all that hold these elements."""
+        return self.is_main and (self.group is None or self.group.rank() == 0)
+
+    def part(self, box: Slices) -> Shard:
+        """Return a box of the box."""
+        start = tuple(first + along.start for first, along in zip(self.start, box))
+        return replace(self, start=start, values=self.values[box])
+
+
+# Ranks that hold the same elements.
+
+
+def share(numel: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Return the range of `numel` elements that is one rank's, of ranks with equal shares."""
+    return numel * rank // ranks, numel * (rank + 1) // ranks
+
+
+def elements(shards: Sequence[Shard], begin: int, end: int) -> Iterator[Shard]:
+    """Yield elements [begin, end) of the shards, counted from the first one's on, as boxes."""
+    first = 0
+    for shard in shards:
+        low, high = max(begin - first, 0), min(end - first, shard.values.numel())
+        if low < high:
+            yield from map(shard.part, boxes_of_range(tuple(shard.values.shape), low, high))
+        first += shard.values.numel()
+
+
+def written_here(shards: Iterable[Shard]) -> list[Shard]:
+    """Return what this rank writes of its shards, as boxes: of what several ranks hold, an equal share of the bytes."""
+    held: dict[tuple[ProcessGroup | None, torch.dtype], list[Shard]] = {}
+    for shard in shards:
+        if shard.is_main:
+            held.setdefault((shard.group, shard.dtype), []).append(shard)
+    found: list[Shard] = []
+    for (group, _), of_group in held.items():
+        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        found += elements(of_group, *share(sum(shard.values.numel() for shard in of_group), ranks, rank))
+    return found
+
+
+# The boxes of the model's tensors that a weight fills.
+
+
+class _ShardedModule(Protocol):
+    def sharded_state_dict(self, *, metadata: dict[str, Any]) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of one of the model's tensors that a part of a weight fills.
+
+    tensor: the engine's description of it, its data without memory. where: the part of the whole weight.
+    """
+
+    tensor: ShardedTensor
+    where: Slices
+
+
+def _is_main(tensor: ShardedTensor) -> bool:
+    """Return whether this rank counts of those with the same elements, data-parallel ones aside."""
+    # The engine's numbers of a copy: over pipeline and tensor parallelism, and last over data parallelism.
+    return not (isinstance(tensor.replica_id, tuple) and any(tensor.replica_id[:-1]))
+
+
+def boxes_of_weights(
+    model: torch.nn.Module, options: dict[str, Any]
+) -> tuple[list[tuple[torch.nn.Parameter, Box]], list[ShardedTensor]]:
+    """Return each weight with each box that it fills, whole, whatever a rank has of it; and the other tensors.
 
     Args:
         model: the model within the wrappers.
-        options: how the engine is to name and shard tensors.
+        options: how the engine is to name and shard tensors (`state.metadata`).
     """
-    state, boxes = _state_and_boxes(model, options)
-    for name, parameter in model.named_parameters():
-        shard = local(parameter).detach().to(gathered_dtype(parameter))
-        state[name] = [box.tensor(shard) for box in boxes[name]]
-    return state
-
-
-@torch.no_grad()
-def put_weights(model: torch.nn.Module, state: dict[str, Any], options: dict[str, Any]) -> None:
-    """Put the weights of a state dict of `model_state` into the shards, which are fp32."""
-    _, boxes = _state_and_boxes(model, options)
-    for name, parameter in model.named_parameters():
-        # Loading leaves out empty lists, which are those of empty shards.
-        for box, values in zip(boxes[name], state.get(name, ()), strict=True):
-            local(parameter)[box.where].copy_(dist.values_of(values))
-
-
-def optimizer_state(
-    model: torch.nn.Module, optimizer: EngineOptimizer, options: dict[str, Any], *, loading: bool
-) -> Any:
-    """Return the sharded state of the engine's optimizers in the form that all kinds of them share.
-
-    Args:
-        model: the model within the wrappers.
-        loading: main weights are then memory to load into, which `put_optimizer_state` copies from: the model's weights
-            are loaded too, and are the coarser ones.
-    """
-    states = []
-    for part in parts(optimizer):
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in part.param_groups]
-        state: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state": {}}
-        if getattr(part, "grad_scaler", None) is not None:
-            state["grad_scaler"] = part.grad_scaler.state_dict()
-        for name, master, boxes in _of_part(model, part, options):
-            tensors: dict[str, Tensor] = {}
-            for key in _moments_of(part, master):
-                if not hasattr(part.optimizer, "values_of"):
-                    tensors[key] = part.optimizer.state[master][key]
-                elif loading:  # packed moments: host memory in fp32 to load into
-                    tensors[key] = torch.empty(master.shape)
-                else:
-                    tensors[key] = part.optimizer.values_of(master, key).view(master.shape).cpu()
-            if has_main_weights(part):
-                tensors["param"] = torch.empty_like(master) if loading else master.detach()
-            state["param_state"][name] = {
-                key: [box.tensor(values, f"optimizer.state.{key}.") for box in boxes] for key, values in tensors.items()
-            }
-        states.append(state)
-    return states[0] if len(states) == 1 else dict(enumerate(states))
-
-
-def _moments_of(part: SavedOptimizer, master: Tensor) -> tuple[str, ...]:
-    """Return the moments that a weight has: a momentum alone where Muon updates it."""
-    return _MOMENTS[:1] if master in getattr(part.optimizer, "matrices", ()) else _MOMENTS
-
-
-@torch.no_grad()
-def put_optimizer_state(
-    model: torch.nn.Module, optimizer: EngineOptimizer, state: State, options: dict[str, Any]
-) -> None:
-    """Take over what was loaded: main weights, step counts and the loss scale, and moments where they are packed.
-
-    Parameter groups, learning rates, betas and epsilon are settings, not state: those of the present run stay.
-    """
-    step = saved_step(optimizer, state)
-    for part, own in parts_with_state(optimizer, state):
-        for group in part.param_groups:
-            group["step"] = step
-        if getattr(part, "grad_scaler", None) is not None and "grad_scaler" in own:
-            part.grad_scaler.load_state_dict(own["grad_scaler"])
-        kinds = ["param"] if has_main_weights(part) else []
-        packed = hasattr(part.optimizer, "values_of")
-        with part.optimizer.unpacked(keep=True) if packed else nullcontext():
-            for name, master, boxes in _of_part(model, part, options):
-                state = {"param": master, **part.optimizer.state[master]}
-                for kind in (*kinds, *(_moments_of(part, master) if packed else ())):
-                    for box, values in zip(boxes, own["param_state"][name][kind], strict=True):
-                        state[kind][box.where].copy_(dist.values_of(values))
-
-
-def _of_part(
-    model: torch.nn.Module, part: SavedOptimizer, options: dict[str, Any]
-) -> Iterator[tuple[str, Tensor, list[Box]]]:
-    """Yield name, shard and boxes of each weight that this optimizer updates."""
-    masters = {id(master) for master in part.get_parameters()}
-    _, boxes = _state_and_boxes(model, options)
-    for name, parameter in model.named_parameters():
-        if id(shard_of(parameter)) in masters:
-            yield name, shard_of(parameter), boxes[name]
-
-
-def _state_and_boxes(
-    model: torch.nn.Module, options: dict[str, Any], *, whole: bool = False
-) -> tuple[dict[str, Any], Boxes]:
-    """Return the engine's sharded state dict of whole weights, without memory, and each shard's boxes.
-
-    Args:
-        whole: return the boxes of whole weights, whatever a rank has of them.
-    """
-    # A weight of the whole shape, without memory, takes each shard's place: what the engine makes of it are views of it
-    # that say where each element of the weight belongs.
-    names = dict(model.named_parameters())
-    name_of = {id(parameter): name for name, parameter in names.items()}
-    boxes: Boxes = {name: [] for name in names}
+    # A weight of the whole shape, without memory, takes each weight's place: what the engine makes of it are views of
+    # it that say where each element of the weight belongs.
     replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
     made: dict[int, torch.nn.Parameter] = {}
-    stand_ins: dict[int, str] = {}
+    weight_of: dict[int, torch.nn.Parameter] = {}
     for part in model.modules():
         for own, parameter in part._parameters.items():
             if parameter is None:
@@ -159,95 +148,182 @@ def _state_and_boxes(
                 meta = torch.empty(parameter.shape, dtype=gathered_dtype(parameter), device="meta")
                 made[id(parameter)] = stand_in = torch.nn.Parameter(meta, requires_grad=parameter.requires_grad)
                 vars(stand_in).update(vars(parameter))
-                stand_ins[stand_in.untyped_storage()._cdata] = name_of[id(parameter)]
+                weight_of[stand_in.untyped_storage()._cdata] = parameter
+    boxes: list[tuple[torch.nn.Parameter, Box]] = []
+    others: list[ShardedTensor] = []
     try:
         for part, own, parameter in replaced:
             part._parameters[own] = made[id(parameter)]
-        state = dist.model_tensors(model, options)
-        for tensor in list(dist.sharded_tensors(state)):
-            name = stand_ins.get(tensor.data.untyped_storage()._cdata)
-            if name is None:
-                continue
-            axis, begin, end = (0, 0, names[name].shape[0]) if whole else own_range(names[name])
-            if (box := dist.box_of(tensor, axis, begin, end)) is not None:
-                boxes[name].append(box)
+        for tensor in sharded_tensors(cast(_ShardedModule, model).sharded_state_dict(metadata=options)):
+            weight = weight_of.get(tensor.data.untyped_storage()._cdata)
+            if weight is None:
+                others.append(tensor)
+            elif tensor.data.numel():
+                boxes.append((weight, Box(tensor, _place(tensor))))
     finally:
         for part, own, parameter in replaced:
             part._parameters[own] = parameter
-    return {key: value for key, value in state.items() if key not in names}, boxes
-
-
-def places(model: torch.nn.Module, options: dict[str, Any]) -> Iterator[tuple[torch.nn.Parameter, Tensor, int]]:
-    """Yield each weight with a number for each of its rows, and the model's column of their first element.
-
-    The numbers are int64, of the weight's shape without the last axis. A row has its own in the whole model, the same
-    on every layout: its position in the tensor of a checkpoint, counted from a hash of the tensor's name.
-    """
-    weights = {id(weight): weight for weight in model.parameters()}
-    rows = {key: torch.zeros(weight.shape[:-1], dtype=torch.int64) for key, weight in weights.items()}
-    columns: dict[int, int] = {}
-    for weight, box in boxes_of_whole_weights(model, options):
-        hashed = int.from_bytes(hashlib.sha256(box.whole.key.encode()).digest()[:8], "little", signed=True)
-        number, stride, axes = torch.full((), hashed, dtype=torch.int64), 1, len(box.shape) - 1
-        for axis in reversed(range(axes)):
-            along = torch.arange(box.start[axis], box.start[axis] + box.shape[axis])
-            number = number + along.view(-1, *(1,) * (axes - 1 - axis)) * stride
-            stride *= box.whole.global_shape[axis]
-        rows[id(weight)][box.where[:-1]] = number
-        columns[id(weight)] = box.start[-1]
-    yield from ((weight, rows[key], columns.get(key, 0)) for key, weight in weights.items())
-
-
-def boxes_of_whole_weights(model: torch.nn.Module, options: dict[str, Any]) -> list[tuple[torch.nn.Parameter, Box]]:
-    """Return each weight with each box of the model's tensors that it fills, whole, whatever a rank has of it."""
-    _, boxes = _state_and_boxes(model, options, whole=True)
-    names = dict(model.named_parameters())
-    missing = [name for name, weight in names.items() if not boxes[name] and weight.numel()]
+    found = {id(weight) for weight, _ in boxes}
+    missing = [name for name, weight in model.named_parameters() if id(weight) not in found and weight.numel()]
     assert not missing, f"not in the model's sharded state: {missing}"
-    return [(names[name], box) for name in names for box in boxes[name]]
+    return boxes, others
 
 
-# The average of the weights: `optimizer.state.ema.NAME`, fp32, in boxes of the model's tensor NAME. Each rank writes
-# and reads the part of a weight that it updates, on any layout and with any kind of data parallelism.
+def sharded_tensors(state: object) -> Iterator[ShardedTensor]:
+    """Yield all sharded tensors of the engine's nested state dict, those that a factory makes included."""
+    if isinstance(state, ShardedTensor):
+        yield state
+    elif isinstance(state, ShardedTensorFactory):
+        yield from sharded_tensors(state.build())
+    elif isinstance(state, dict):
+        for value in state.values():
+            yield from sharded_tensors(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from sharded_tensors(value)
 
 
-class _OwnedPart(Protocol):
-    axis: int | None
-    begin: int
-    end: int
+def _place(tensor: ShardedTensor) -> Slices:
+    """Return the box of a weight that a sharded tensor's data is a view of."""
+    assert tensor.data is not None and tensor.prepend_axis_num == 0 and tensor.flattened_range is None, tensor.key
+    weight = tensor.data if tensor.data._base is None else tensor.data._base
+    strides, offset = weight.stride(), tensor.data.storage_offset()
+    assert tensor.data.stride() == strides and weight.is_contiguous(), f"{tensor.key} is no box of its weight"
+    first = [offset // stride % length for stride, length in zip(strides, weight.shape)]
+    return tuple(slice(begin, begin + length) for begin, length in zip(first, tensor.data.shape))
 
 
-def average_state(
-    weights: Sequence[Any], chunks: Sequence[torch.nn.Module], optimizer: EngineOptimizer, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the sharded state of an average of weights: views of its tensors, which loading fills.
+# Shards of weights, and of what belongs to them.
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank holds of a weight: a part of it, and tensors of this part, by the prefix of their keys."""
+
+    weight: torch.nn.Parameter
+    part: OwnedPart
+    tensors: dict[str, Tensor]
+    group: ProcessGroup | None
+
+
+def model_shards(chunks: Sequence[torch.nn.Module], options: dict[str, Any], pg: ProcessGroups) -> list[Shard]:
+    """Return the shards of the model's weights and of its other state.
 
     Args:
-        weights: those of a `WeightAverage`: parameter, the part of it that this rank owns, and that part's values.
         chunks: the model's, within the wrappers.
+        options: how the engine is to name and shard tensors (`state.metadata`).
     """
-    owned = {id(weight.parameter): weight for weight in weights}
-    distributed = any(hasattr(part, "model_param_gbuf_map") for part in parts(optimizer))
-    state: dict[str, Any] = {}
+    held, found = [], []
     for chunk in chunks:
-        for parameter, box in boxes_of_whole_weights(chunk, options):
-            weight = owned.get(id(parameter))  # none where it is frozen, or all of it is on other ranks
-            for where, values in () if weight is None else _boxes(parameter.shape, weight.part, weight.values):
-                inside = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box.where, where))
-                shape = tuple(along.stop - along.start for along in inside)
-                if min(shape, default=1) <= 0:
-                    continue
-                start = tuple(s + a.start - b.start for s, a, b in zip(box.start, inside, box.where))
-                own = tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inside, where))
-                tensor = replace(box, start=start, shape=shape, where=own).tensor(values, AVERAGE)
-                if not (distributed or isinstance(parameter, DTensor)):  # data-parallel ranks have the same elements
-                    tensor = replace(tensor, replica_id=box.whole.replica_id)
-                state[str(len(state))] = tensor
-    return state
+        for weight in chunk.parameters():
+            part = OwnedPart(*own_range(weight)) if isinstance(weight, DTensor) else OwnedPart(0, 0, weight.shape[0])
+            held.append(_Held(weight, part, {"": local(weight).detach()}, _group_of(weight, pg)))
+        for tensor in boxes_of_weights(chunk, options)[1]:
+            key, start, whole = tensor.key, tuple(tensor.global_offset), tuple(tensor.global_shape)
+            found.append(Shard(key, start, whole, tensor.data, tensor.dtype, _is_main(tensor), _several(pg.dp_cp)))
+    return [*_shards(held, chunks, options), *found]
 
 
-def _boxes(shape: Sequence[int], part: _OwnedPart, values: Tensor) -> Iterator[tuple[Slices, Tensor]]:
-    """Yield the boxes of a weight that its owned part consists of, each with a view of the part's values.
+def optimizer_shards(
+    chunks: Sequence[torch.nn.Module], optimizer: EngineOptimizer, options: dict[str, Any], pg: ProcessGroups
+) -> list[Shard]:
+    """Return the shards of main weights and moments, which must not be packed (`optimizer.unpacked`).
+
+    Args:
+        chunks, options: see `model_shards`.
+    """
+    updated_by: dict[int, Any] = {}
+    for part in parts(optimizer):
+        if not part.is_stub_optimizer:
+            updated_by.update(dict.fromkeys(map(id, part.get_parameters()), part))
+    held = []
+    for weight, main in named_main_params(chunks, optimizer):
+        part = updated_by[id(main)]
+        state, tensors = part.optimizer.state[main], {}
+        if has_main_weights(part):
+            tensors[f"{_STATE}param."] = main.detach()
+        tensors[f"{_STATE}exp_avg."] = state["exp_avg"]
+        if main not in getattr(part.optimizer, "matrices", ()):
+            tensors[f"{_STATE}exp_avg_sq."] = state["exp_avg_sq"]
+        held.append(_Held(weight, owned_part(optimizer, weight), tensors, _updating(weight, optimizer, pg)))
+    return _shards(held, chunks, options)
+
+
+class _Averaged(Protocol):
+    parameter: torch.nn.Parameter
+    part: OwnedPart
+    values: Tensor
+
+
+def average_shards(
+    averaged: Sequence[_Averaged],
+    chunks: Sequence[torch.nn.Module],
+    optimizer: EngineOptimizer,
+    options: dict[str, Any],
+    pg: ProcessGroups,
+) -> list[Shard]:
+    """Return the shards of an average of weights.
+
+    Args:
+        averaged: those of a `WeightAverage`: parameter, the part of it that this rank updates, and that part's values.
+        chunks, options: see `model_shards`.
+    """
+    held = [
+        _Held(one.parameter, one.part, {AVERAGE: one.values}, _updating(one.parameter, optimizer, pg))
+        for one in averaged
+    ]
+    return _shards(held, chunks, options)
+
+
+def _updating(weight: torch.nn.Parameter, optimizer: EngineOptimizer, pg: ProcessGroups) -> ProcessGroup | None:
+    """Return the ranks that update the same elements of a weight; None: a distributed optimizer gives each its own."""
+    distributed = any(hasattr(part, "model_param_gbuf_map") for part in parts(optimizer))
+    return None if distributed else _group_of(weight, pg)
+
+
+def _group_of(weight: torch.nn.Parameter, pg: ProcessGroups) -> ProcessGroup | None:
+    """Return the ranks that hold the same elements of a weight; None: this one alone, as in a fully sharded model."""
+    if isinstance(weight, DTensor):
+        return None
+    return _several(pg.dp_cp if getattr(weight, "allreduce", True) else pg.expt_dp)
+
+
+def _several(group: ProcessGroup) -> ProcessGroup | None:
+    return group if group.size() > 1 else None
+
+
+def _shards(held: Iterable[_Held], chunks: Sequence[torch.nn.Module], options: dict[str, Any]) -> list[Shard]:
+    boxes: dict[int, list[Box]] = {}
+    for chunk in chunks:
+        for weight, box in boxes_of_weights(chunk, options)[0]:
+            boxes.setdefault(id(weight), []).append(box)
+    found = []
+    for one in held:
+        for prefix, tensor in one.tensors.items():
+            dtype = torch.float32 if prefix else gathered_dtype(one.weight)
+            for where, values in _boxes_of_part(one.weight.shape, one.part, tensor):
+                for box in boxes.get(id(one.weight), ()):
+                    inside = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box.where, where))
+                    if any(along.start >= along.stop for along in inside):
+                        continue
+                    offset = box.tensor.global_offset
+                    found.append(
+                        Shard(
+                            prefix + box.tensor.key,
+                            tuple(first + a.start - b.start for first, a, b in zip(offset, inside, box.where)),
+                            tuple(box.tensor.global_shape),
+                            values[tuple(slice(a.start - b.start, a.stop - b.start) for a, b in zip(inside, where))],
+                            dtype,
+                            _is_main(box.tensor),
+                            one.group,
+                            box.tensor.allow_shape_mismatch,
+                        )
+                    )
+    return found
+
+
+def _boxes_of_part(shape: Sequence[int], part: OwnedPart, values: Tensor) -> Iterator[tuple[Slices, Tensor]]:
+    """Yield the boxes of a weight that a part of it consists of, each with a view of the part's values.
 
     A distributed optimizer's part is a range of a weight's elements in their order, which is a few boxes: the end of a
     row, whole rows, and the beginning of another one.
@@ -278,3 +354,29 @@ def boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Sli
     if first <= last and last * row < end:
         for rest in boxes_of_range(shape[1:], 0, end - last * row):
             yield (slice(last, last + 1), *rest)
+
+
+# Numbers of rows.
+
+
+def places(model: torch.nn.Module, options: dict[str, Any]) -> Iterator[tuple[torch.nn.Parameter, Tensor, int]]:
+    """Yield each weight with a number for each of its rows, and the model's column of their first element.
+
+    The numbers are int64, of the weight's shape without the last axis. A row has its own in the whole model, the same
+    on every layout: its position in the tensor of a checkpoint, counted from a hash of the tensor's name.
+    """
+    weights = {id(weight): weight for weight in model.parameters()}
+    rows = {key: torch.zeros(weight.shape[:-1], dtype=torch.int64) for key, weight in weights.items()}
+    columns: dict[int, int] = {}
+    for weight, box in boxes_of_weights(model, options)[0]:
+        tensor = box.tensor
+        hashed = int.from_bytes(hashlib.sha256(tensor.key.encode()).digest()[:8], "little", signed=True)
+        number, stride, axes = torch.full((), hashed, dtype=torch.int64), 1, len(box.where) - 1
+        for axis in reversed(range(axes)):
+            first, length = tensor.global_offset[axis], box.where[axis].stop - box.where[axis].start
+            along = torch.arange(first, first + length)
+            number = number + along.view(-1, *(1,) * (axes - 1 - axis)) * stride
+            stride *= tensor.global_shape[axis]
+        rows[id(weight)][box.where[:-1]] = number
+        columns[id(weight)] = tensor.global_offset[-1]
+    yield from ((weight, rows[key], columns.get(key, 0)) for key, weight in weights.items())

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import dist, sharded, step_reader
-from megatron_moe.checkpoint import optimizer as optimizer_tensors
-from megatron_moe.config.schema import Run
+from megatron_moe.checkpoint import sharded, step_reader
+from megatron_moe.checkpoint.sharded import Shard
 from megatron_moe.engine.layers import DistributedDataParallel, get_cuda_rng_tracker
 from megatron_moe.model.float16_module import Float16Module
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
@@ -67,64 +66,29 @@ class TrainState:
 
 def metadata(pg_collection: ProcessGroups) -> dict[str, Any]:
     """Return how the engine is to name and shard tensors: one key per layer, independent of the layout."""
-    return {**optimizer_tensors.FORMAT, "non_homogeneous_layers": True, "dp_cp_group": pg_collection.dp_cp}
+    return {"non_homogeneous_layers": True, "dp_cp_group": pg_collection.dp_cp}
 
 
-def model_state(trained: TrainState) -> dict[str, Any]:
-    """Return the model's sharded state dict, one entry per chunk; loading fills its tensors.
-
-    They are the live ones, but for the weights of a fully sharded model in bf16 or fp16, which `put_model_state` puts
-    into the shards.
-    """
-    names = ["model"] if len(trained.model) == 1 else [f"model{index}" for index in range(len(trained.model))]
-    options = metadata(trained.pg_collection)
-    return {
-        name: sharded.model_state(unwrapped(chunk), options)
-        if isinstance(chunk, FullyShardedDataParallel)
-        else dist.model_tensors(unwrapped(chunk), options)
-        for name, chunk in zip(names, trained.model)
-    }
+def model_shards(trained: TrainState) -> list[Shard]:
+    """Return this rank's shards of the model's weights and fp32 state; their tensors are the live ones."""
+    chunks, options = _named(trained)
+    return sharded.model_shards(chunks, options, trained.pg_collection)
 
 
-def put_model_state(trained: TrainState, loaded: dict[str, Any]) -> None:
-    """Load tensors into the chunks; every tensor of the model has to be among them."""
-    for chunk, state in zip(trained.model, loaded.values()):
-        if isinstance(chunk, FullyShardedDataParallel):
-            sharded.put_weights(unwrapped(chunk), state, metadata(trained.pg_collection))
-        else:
-            unwrapped(chunk).load_state_dict(state)
+def optimizer_shards(trained: TrainState) -> list[Shard]:
+    """Return this rank's shards of main weights and moments, which must not be packed (`optimizer.unpacked`)."""
+    chunks, options = _named(trained)
+    return sharded.optimizer_shards(chunks, trained.optimizer, options, trained.pg_collection)
 
 
-def optimizer_state(trained: TrainState, state: dict[str, Any], *, loading: bool) -> Any:
-    """Return the optimizer's sharded state dict. Collective: a distributed optimizer gathers its shards.
-
-    Args:
-        state: what `model_state` returned.
-    """
-    options = metadata(trained.pg_collection)
-    if (model := fully_sharded(trained)) is not None:
-        return sharded.optimizer_state(model, trained.optimizer, options, loading=loading)
-    return optimizer_tensors.sharded_state(trained.optimizer, state, options, loading=loading)
+def average_shards(trained: TrainState) -> list[Shard]:
+    """Return this rank's shards of the average of the weights."""
+    chunks, options = _named(trained)
+    return sharded.average_shards(trained.average.weights, chunks, trained.optimizer, options, trained.pg_collection)
 
 
-def put_optimizer_state(trained: TrainState, loaded: dict[Any, Any], run: Run) -> None:
-    """Load main weights, moments, step count and loss scale into the optimizer."""
-    if (model := fully_sharded(trained)) is not None:
-        sharded.put_optimizer_state(model, trained.optimizer, loaded, metadata(trained.pg_collection))
-    else:
-        optimizer_tensors.load(trained.optimizer, loaded, run)
-
-
-def average_state(trained: TrainState) -> dict[str, Any]:
-    """Return the sharded state of the average of the weights; loading fills its tensors."""
-    chunks = [unwrapped(chunk) for chunk in trained.model]
-    return sharded.average_state(trained.average.weights, chunks, trained.optimizer, metadata(trained.pg_collection))
-
-
-def fully_sharded(trained: TrainState) -> torch.nn.Module | None:
-    """Return the model within the wrappers where its weights are spread over data-parallel ranks; it is one chunk."""
-    (chunk, *_) = trained.model
-    return unwrapped(chunk) if isinstance(chunk, FullyShardedDataParallel) else None
+def _named(trained: TrainState) -> tuple[list[torch.nn.Module], dict[str, Any]]:
+    return [unwrapped(chunk) for chunk in trained.model], metadata(trained.pg_collection)
 
 
 def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:

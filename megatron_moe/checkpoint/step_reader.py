@@ -103,14 +103,12 @@ def by_itself(value: torch.Tensor) -> torch.Tensor:
 
 
 class _Layout(NamedTuple):
-    """Where a part's storage begins in its file, its bytes, and the tensor's layout in it."""
+    """Where a part's storage begins in its file, and the tensor's layout in it."""
 
     first_byte: int
-    num_bytes: int
     dtype: torch.dtype
     stride: tuple[int, ...]
     storage_offset: int
-    is_contiguous: bool
 
 
 class StepReader:
@@ -140,8 +138,17 @@ class StepReader:
         dtype: torch.dtype = getattr(torch, self.index.tensors[key].dtype)
         return dtype
 
-    def read(self, key: str, start: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+    def read(
+        self,
+        key: str,
+        start: tuple[int, ...] | None = None,
+        shape: tuple[int, ...] | None = None,
+        into: Tensor | None = None,
+    ) -> Tensor:
         """Return a box of a tensor in memory of its own; by default all of it.
+
+        Args:
+            into: contiguous host memory of the box's shape and the stored dtype, which is filled and returned instead.
 
         Raises:
             ConfigError: a part is not what the index says, or cannot be read.
@@ -149,38 +156,48 @@ class StepReader:
         whole = self.index.tensors[key]
         start = (0,) * len(whole.shape) if start is None else start
         shape = whole.shape if shape is None else shape
-        result, filled = torch.empty(shape, dtype=self.dtype(key)), 0
+        result, filled = into, 0
         for part in whole.parts:
             low = [max(a, b) for a, b in zip(start, part.start)]
             high = [min(a + m, b + n) for a, m, b, n in zip(start, shape, part.start, part.shape)]
             if not all(a < b for a, b in zip(low, high)):
                 continue
             box = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, part.start))
+            extent = tuple(b - a for a, b in zip(low, high))
+            if result is None and extent != tuple(shape):
+                result = torch.empty(shape, dtype=self.dtype(key))
+            target = None
+            if result is not None:
+                target = result[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start))]
             try:
-                if part.place not in self._layouts:
-                    self._layouts[part.place] = self._layout(key, part)
-                layout = self._layouts[part.place]
-                if not layout.is_contiguous:
-                    flat = self._bytes(part.place, layout.first_byte, layout.num_bytes).view(layout.dtype)
-                    content = flat.as_strided(part.shape, layout.stride, layout.storage_offset)[box].clone()
-                else:  # rows of the part outside of the box are not read
-                    outer, *inner = box or [slice(0, 1)]  # a scalar is one row
-                    row = math.prod(part.shape[1:])
-                    first = layout.first_byte + (layout.storage_offset + outer.start * row) * layout.dtype.itemsize
-                    count = (outer.stop - outer.start) * row * layout.dtype.itemsize
-                    rows = self._bytes(part.place, first, count).view(layout.dtype).view(-1, *part.shape[1:])
-                    inside = (slice(None), *inner)
-                    content = rows[inside]
+                content = self._box(key, part, box, target)
             except (UntrustedError, OSError) as error:
                 raise ConfigError(f"{self.step}: refused: {error}") from error
             filled += content.numel()
-            if content.shape == result.shape:
-                result = content
-            else:
-                result[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start))] = content
+            result = content if result is None else result
         if filled != math.prod(shape):
             raise ConfigError(f"{self.step}: {key} holds {filled} of the {math.prod(shape)} elements from {start} on")
-        return result
+        return torch.empty(shape, dtype=self.dtype(key)) if result is None else result
+
+    def _box(self, key: str, part: TensorPart, box: tuple[slice, ...], target: Tensor | None) -> Tensor:
+        """Return a box of a part, in `target` if there is one.
+
+        What lies between the box's first and its last element is read, and no more.
+        """
+        if part.place not in self._layouts:
+            self._layouts[part.place] = self._layout(key, part)
+        layout = self._layouts[part.place]
+        extent = [along.stop - along.start for along in box]
+        first = layout.storage_offset + sum(along.start * n for along, n in zip(box, layout.stride))
+        count = 1 + sum((length - 1) * n for length, n in zip(extent, layout.stride))
+        size = layout.dtype.itemsize
+        first_byte = layout.first_byte + first * size
+        if target is not None and target.is_contiguous() and _in_order(extent, layout.stride):
+            self._bytes(part.place, first_byte, target.view(-1).view(torch.uint8))
+            return target
+        span = self._bytes(part.place, first_byte, torch.empty(count * size, dtype=torch.uint8)).view(layout.dtype)
+        content = span.as_strided(extent, layout.stride)
+        return content if target is None else target.copy_(content)
 
     def _layout(self, key: str, part: TensorPart) -> _Layout:
         """Return the layout of a part from its archive's small records; the elements are not read."""
@@ -201,15 +218,14 @@ class StepReader:
         # Not the tensor: it has memory for its elements, although they were not read.
         return _Layout(
             place.offset + first,
-            storage.nbytes(),
             value.dtype,
             tuple(value.stride()),
             int(value.storage_offset()),
-            value.is_contiguous(),
         )
 
-    def _bytes(self, place: StoredBytes, first: int, count: int) -> Tensor:
-        content = torch.empty(count, dtype=torch.uint8)
+    def _bytes(self, place: StoredBytes, first: int, content: Tensor) -> Tensor:
+        """Fill bytes of host memory with those of a file from `first` on, and return them."""
+        count = content.numel()
         with open(self.step / place.file, "rb", buffering=0) as file:
             file.seek(first)
             view, done = memoryview(content.numpy()), 0
@@ -219,6 +235,16 @@ class StepReader:
                     raise UntrustedError(f"{place.file} ends {count - done} bytes early")
                 done += got
         return content
+
+
+def _in_order(extent: list[int], stride: tuple[int, ...]) -> bool:
+    """Return whether elements of these strides lie one behind the other, as in a contiguous tensor."""
+    expected = 1
+    for length, along in zip(reversed(extent), reversed(stride)):
+        if length > 1 and along != expected:
+            return False
+        expected *= length
+    return True
 
 
 class Section(io.RawIOBase):

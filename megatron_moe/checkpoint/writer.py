@@ -12,43 +12,46 @@ import io
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megatron_moe import platform
+from megatron_moe.checkpoint.errors import attempted, gathered, on_rank_zero
 from megatron_moe.checkpoint.folder import ENGINE_FORMAT
-from megatron_moe.checkpoint.optimizer import Buffers, Copy, Gathered
+from megatron_moe.checkpoint.sharded import Shard, written_here
 from megatron_moe.checkpoint.step_reader import COMMON, PER_PART, by_itself
-from megatron_moe.engine.dist_checkpointing import save_planner
 from megatron_moe.io.files import write_bytes
 from megatron_moe.io.hashing import FileEntry, HashingFile
+
+Buffers = dict[Any, torch.Tensor]
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""A target and the tensor that is to be copied there."""
 
 
 @dataclass
 class Staged:
     """The tensors of a step that one rank will write; `metadata` and `common` are on rank 0.
 
-    copied: whether they are copies, which the training does not change once `copy_rest` has been called.
+    rest: copies that are left to be made, before the training changes their sources. files: those that are written.
     """
 
-    plan: SavePlan
-    data: Data
+    shards: dict[MetadataIndex, Shard]
     metadata: Metadata | None
     common: bytes | None
     num_bytes: int
     copied: bool
     rest: list[Copy] = field(default_factory=list)
+    files: dict[str, HashingFile] = field(default_factory=dict)
 
     def copy_rest(self) -> None:
         """Make the copies that were left for later; call it in any thread, before the tensors change."""
@@ -59,6 +62,16 @@ class Staged:
                 target.copy_(source, non_blocking=source.is_cuda)
         self.rest = []
 
+    def resolve_data(self, item: WriteItem) -> torch.Tensor:
+        """Return what an item writes: torch's writer asks its planner, in whose place this stands."""
+        shard = self.shards[item.index]
+        return by_itself(shard.values.to(shard.dtype))
+
+    @property
+    def written_bytes(self) -> int:
+        """The bytes that this rank has written so far."""
+        return sum(file.tell() for file in list(self.files.values()))
+
 
 @dataclass
 class Written:
@@ -68,107 +81,81 @@ class Written:
     files: dict[str, FileEntry] = field(default_factory=dict)
 
 
-class Data:
-    """The tensors of a plan for torch's writer: the live ones, or copies of them in host memory.
-
-    It stands in for the planner, of which torch's writer calls `resolve_data`. Buffers of the copies are kept from save
-    to save: fresh memory would cost more than the copying.
-    """
-
-    def __init__(self, planner: SavePlanner) -> None:
-        self._planner = planner
-        self._copies: dict[Any, torch.Tensor | io.BytesIO] | None = None
-
-    def copy(self, items: list[WriteItem], buffers: Buffers, gathered: Gathered, steady: Collection[int]) -> list[Copy]:
-        """Copy everything that is not private to the step into `buffers`; return the copies to be made later.
-
-        These are the ones of `steady` storages. Afterwards `buffers` holds the memory that was used.
-        """
-        self._copies = {}
-        used: dict[Any, torch.Tensor] = {}
-        rest: list[Copy] = []
-        for item in items:
-            value = self._planner.resolve_data(item)
-            if isinstance(value, torch.Tensor) and (at := value.untyped_storage().data_ptr()) not in gathered.private:
-                key, value = (item.index.fqn, item.index.offset), value.detach()
-                kept = buffers.get(key)
-                if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
-                    kept = platform.host_memory(value.shape, value.dtype, pinned=value.is_cuda)
-                used[key] = kept
-                if at in steady:
-                    rest.append((used[key], value))
-                else:
-                    used[key].copy_(value, non_blocking=value.is_cuda)
-                value = used[key]
-            self._copies[item.index] = value
-        platform.synchronize()
-        buffers.clear()
-        buffers.update(used)
-        return rest
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the tensor or the bytes that an item of the plan writes."""
-        value = self._planner.resolve_data(write_item) if self._copies is None else self._copies[write_item.index]
-        return by_itself(value) if isinstance(value, torch.Tensor) else value
-
-
 def stage(
-    state: dict[str, Any],
-    folder: Path,
+    shards: Sequence[Shard],
+    common: dict[str, Any],
     *,
-    gathered: Gathered,
     buffers: Buffers | None = None,
     steady: Collection[int] = (),
+    private: Collection[int] = (),
 ) -> Staged:
-    """Decide which rank writes which part of a sharded state dict. Collective; nothing is written.
+    """Decide which rank writes which part of the shards. Collective; nothing is written.
 
     Args:
-        gathered: the storages that the training does not use, and those that are not filled on this rank.
+        common: what is no tensor.
         buffers: copy the tensors to host memory, into these where they fit, so that the training may go on while they
-            are written; None writes the live tensors.
+            are written; None writes the live tensors. Afterwards it holds the memory that was used: fresh memory would
+            cost more than the copying.
         steady: storages, by address, that nothing changes before the optimizer's next update: `Staged.copy_rest` copies
             the tensors in them.
+        private: storages that the training does not use, so that they need not be copied.
 
     Raises:
-        torch.distributed.checkpoint.api.CheckpointException: the state cannot be saved; on every rank.
+        SharedError: on every rank: the shards are not the whole tensors, once each.
     """
-    planner, tensors, common = save_planner(state)
-    writer = _HashingWriter(folder)
-    ranks = _DistWrapper(None, True, 0)
-    metadata: Metadata | None = None
-
-    def local_plan() -> SavePlan:
-        planner.set_up_planner(tensors, writer.storage_meta(), ranks.is_coordinator)
-        plan = planner.create_local_plan()
-        # Which rank writes what is the engine's choice, and it may have copied memory that is still to be filled.
-        for item in plan.items:
-            value, name = planner.resolve_data(item), item.index.fqn
-            if not isinstance(value, torch.Tensor) or not value.numel():
-                continue
-            at = value.untyped_storage().data_ptr()
-            if at in gathered.absent:
-                raise RuntimeError(f"{name} would be written by a rank that does not have it")
-            filled = at in gathered.private or at in steady
-            if gathered.rest and name.startswith("optimizer.") and not filled:
-                raise RuntimeError(f"{name} would be written before it is gathered")
-        return plan
-
-    def global_plan(plans: list[SavePlan]) -> list[SavePlan]:
-        nonlocal metadata
-        plans, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(plans)
-
-    plan = planner.finish_plan(ranks.reduce_scatter("plan", local_plan, global_plan))
-    data, rest = Data(planner), gathered.rest
+    own = {MetadataIndex(shard.key, torch.Size(shard.start)): shard for shard in written_here(shards)}
+    plans = gathered(*attempted(lambda: _plan(own)), str)
+    metadata = on_rank_zero(lambda: _metadata(plans or []))
+    rest: list[Copy] = []
     if buffers is not None:
-        rest = rest + data.copy(plan.items, buffers, gathered, steady)
+        own, rest = _copied(own, buffers, steady, private)
+    platform.synchronize()  # what is written or copied from here on is in other threads and on other streams
     # Serialized now: it holds the optimizer's own dictionaries, which the next step changes.
-    shared = serialized(_plain(common)) if ranks.is_coordinator else None
-    num_bytes = 0  # an upper bound
-    for item in plan.items:
-        value = data.resolve_data(item)
-        num_bytes += PER_PART + (value.nbytes if isinstance(value, torch.Tensor) else value.getbuffer().nbytes)
-    return Staged(plan, data, metadata, shared, num_bytes, buffers is not None, rest)
+    is_first = torch.distributed.get_rank() == 0
+    # An upper bound.
+    num_bytes = sum(PER_PART + shard.values.numel() * shard.dtype.itemsize for shard in own.values())
+    return Staged(own, metadata, serialized(_plain(common)) if is_first else None, num_bytes, buffers is not None, rest)
+
+
+def _plan(shards: dict[MetadataIndex, Shard]) -> SavePlan:
+    items = []
+    for index, shard in shards.items():
+        chunk = ChunkStorageMetadata(torch.Size(shard.start), shard.values.shape)
+        data = TensorWriteData(chunk, TensorProperties(shard.dtype), torch.Size(shard.whole))
+        items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+    return SavePlan(items)
+
+
+def _metadata(plans: list[SavePlan]) -> Metadata:
+    """Return the index of all ranks' plans, once it is sure that they have every element, and each once."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    return planner.create_global_plan(plans)[1]
+
+
+def _copied(
+    shards: dict[MetadataIndex, Shard], buffers: Buffers, steady: Collection[int], private: Collection[int]
+) -> tuple[dict[MetadataIndex, Shard], list[Copy]]:
+    """Return the shards with copies in `buffers` of all that is not private, and the copies left for later."""
+    copies: dict[MetadataIndex, Shard] = {}
+    used: Buffers = {}
+    rest: list[Copy] = []
+    for index, shard in shards.items():
+        values = shard.values
+        at = values.untyped_storage().data_ptr()
+        if at not in private:
+            kept = buffers.get(index)
+            if kept is None or kept.shape != values.shape or kept.dtype != shard.dtype:
+                kept = platform.host_memory(values.shape, shard.dtype, pinned=values.is_cuda)
+            used[index] = kept
+            if at in steady:
+                rest.append((kept, values))
+            else:
+                kept.copy_(values, non_blocking=values.is_cuda)
+            values = kept
+        copies[index] = replace(shard, values=values)
+    buffers.clear()
+    buffers.update(used)
+    return copies, rest
 
 
 def write(staged: Staged, folder: Path) -> Written:
@@ -177,11 +164,15 @@ def write(staged: Staged, folder: Path) -> Written:
     Raises:
         OSError: the system refused.
     """
-    if not staged.plan.items:
+    if not staged.shards:
         return Written()
     writer = _HashingWriter(folder, copy_ahead=not staged.copied)
-    with writer.refusals():
-        results = writer.write_data(staged.plan, cast(SavePlanner, staged.data)).value()
+    staged.files = writer.fs.files
+    # The writer names a rank's file by the place of its plan.
+    plans = [SavePlan([])] * torch.distributed.get_rank()
+    plan = writer.prepare_global_plan([*plans, _plan(staged.shards)])[-1]
+    with platform.side_stream(), writer.refusals():
+        results = writer.write_data(plan, cast(SavePlanner, staged)).value()
     return Written(results, writer.fs.entries())
 
 

@@ -181,6 +181,11 @@ class MoEConfig:
     moe_token_dispatcher_type: str = setting(
         "alltoall", "how tokens reach their experts", choices=DISPATCHERS, resume="free"
     )
+    moe_alltoall_by_node: bool = setting(
+        False,
+        "EP over several nodes: send a token once to each node with its experts, and copy it there; same bits",
+        resume="free",
+    )
     moe_flex_dispatcher_backend: str = setting(
         "deepep",
         "library of the flex dispatcher (Megatron-LM has ncclep too)",

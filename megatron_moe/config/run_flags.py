@@ -159,6 +159,19 @@ class TrainingConfig:
         "selective recomputation: modules",
         choices=("core_attn", "mlp", "moe", "moe_act", "layernorm", "mla_up_proj", "shared_experts"),
     )
+    cuda_graph_impl: str = setting(
+        "none",
+        "CUDA: local replays parts of layers as graphs",
+        choices=("none", "local"),
+        resume="free",
+    )
+    cuda_graph_modules: tuple[str, ...] | None = setting(
+        None,
+        "with this: the parts; default: all it can",
+        choices=("attn", "mlp", "moe", "moe_router", "moe_preprocess"),
+        resume="free",
+    )
+    cuda_graph_warmup_steps: int = setting(3, "with this: steps before", within=POSITIVE_COUNT, resume="free")
     fine_grained_activation_offloading: bool = setting(
         False, "keep what --offload-modules save for the backward pass in host memory, between the passes (CUDA)"
     )
@@ -215,9 +228,7 @@ class DataConfig:
     reset_position_ids: bool = setting(
         False, "with --reset-attention-mask: rotary positions start again at each document; alone no number changes"
     )
-    reset_attention_mask: bool = setting(
-        False, "tokens attend to their own document alone, and predict no other's"
-    )
+    reset_attention_mask: bool = setting(False, "tokens attend to their own document alone, and predict no other's")
     document_boundaries: str = setting(
         "index",
         "where documents end: where the index says, or after each end-of-document token (Megatron-LM's)",

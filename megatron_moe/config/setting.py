@@ -120,4 +120,5 @@ EXPERT_BACKENDS: Registry = Registry("moe_expert_backend", "grouped_mm", "te", "
 
 DISPATCHERS: Registry = Registry("moe_token_dispatcher_type", "alltoall", "allgather", "flex")
 """The dispatchers to experts on other ranks: a function (num_experts, groups, drops) -> `moe.dispatch.Dispatcher`, and
-`flex` takes its library and the library's multiprocessors too. Without expert parallelism none of these is used."""
+`alltoall` takes `by_node` too, `flex` its library and the library's multiprocessors. Without expert parallelism none of
+these is used."""

@@ -7,9 +7,9 @@ longer needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import optimizer as engine_optimizer
@@ -17,7 +17,10 @@ from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from megatron_moe.engine.fully_shard import own_range
 from megatron_moe.engine.patching import replaced
 from megatron_moe.platform.protocols import EngineOptimizer, OptimizerPart
 
@@ -113,66 +116,50 @@ def fp32_shards(part: OptimizerPart) -> Iterator[tuple[torch.Tensor, torch.nn.Pa
         yield from zip(shards, weights)
 
 
-def owned_elements(optimizer: EngineOptimizer, parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """Return the first and the last + 1 element of a parameter that this rank updates; all without sharding."""
+class OwnedPart(NamedTuple):
+    """A range of a weight along an axis, or of all its elements in their order where the axis is None."""
+
+    axis: int | None
+    begin: int
+    end: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the part of a contiguous tensor of the weight's shape, in the same memory."""
+        if self.axis is None:
+            return tensor.view(-1)[self.begin : self.end]
+        return tensor.narrow(self.axis, self.begin, self.end - self.begin)
+
+
+def owned_part(optimizer: EngineOptimizer, parameter: torch.nn.Parameter) -> OwnedPart:
+    """Return the part of a parameter whose reduced gradient this rank has, and which it updates.
+
+    It is the whole parameter; with a distributed optimizer or in a fully sharded model it is the rank's shard, which
+    may be empty.
+    """
+    if isinstance(parameter, DTensor):
+        return OwnedPart(*own_range(parameter))
     sharded = [part for part in parts(optimizer) if hasattr(part, "model_param_gbuf_map")]
     for part in sharded:
         if parameter in part.model_param_gbuf_map:
             owned = part._get_model_param_range_map(parameter)["param"]
-            return owned.start, owned.end
-    return 0, 0 if sharded else parameter.numel()
+            return OwnedPart(None, owned.start, owned.end)
+    return OwnedPart(None, 0, 0 if sharded else parameter.numel())
 
 
-# ---- While a checkpoint is written or read.
-
-
-@contextmanager
-def compact_buckets(optimizer: EngineOptimizer) -> Iterator[None]:
-    """Make the engine slice its gathered buffers at the real positions of the parameters in the block.
-
-    A distributed optimizer, in each release, joins its gradient buckets without their padding and then looks each
-    parameter up by its position with the padding. With more than one padded bucket every parameter behind the first
-    would be saved shifted. Until NVIDIA/Megatron-LM PR #5077 is in a release.
-    """
-    with ExitStack() as stack:
-        for part in parts(optimizer):
-            for buffer in getattr(part, "buffers", None) or []:
-                removed, before = [], 0  # padding before each bucket
-                for bucket in buffer.buckets:
-                    removed.append(before)
-                    before += bucket.grad_data.numel() - bucket.numel_unpadded
-                positions = {}
-                for param, (start, end, number) in buffer.param_index_map.items():
-                    positions[param] = (start - removed[number], end - removed[number], number)
-                stack.enter_context(replaced([buffer], param_index_map=positions))
-        yield
-
-
-@contextmanager
-def every_main_param(optimizer: EngineOptimizer) -> Iterator[None]:
-    """Make the engine count fp32 parameters among those that have an fp32 main param in the block: themselves.
-
-    The optimizer that is not distributed, in each release, numbers the parameters of a checkpoint without the fp32
-    ones, while its moments are numbered with them: in a model of two dtypes one weight's moments would be saved under
-    another's name. The distributed one saves a main param for every parameter anyway, so both formats hold the same.
-    Until the engine numbers both alike.
-    """
-    with ExitStack() as stack:
-        for part in parts(optimizer):
-            # Only this kind of optimizer has the attribute, and without fp32 parameters there is nothing to correct.
-            if not any(getattr(part, "fp32_from_fp32_groups", ())):
-                continue
-            of_main = {id(main): model for model, main in half_precision_pairs(part)}
-            mains = [list(group["params"]) for group in part.optimizer.param_groups]
-            models = [[of_main.get(id(main), main) for main in group] for group in mains]
-            stack.enter_context(replaced([part], float16_groups=models, fp32_from_float16_groups=mains))
-        yield
-
-
-def gathered_by(part: OptimizerPart, gather: Callable[..., dict[Any, Any]]) -> AbstractContextManager[None]:
-    """Return a block in which a distributed optimizer gathers its state by this function.
-
-    Its own, in each release, gathers whole buffers on the device and makes new host memory at every save. Until it
-    gathers in pieces, into memory that is kept.
-    """
-    return replaced([part], get_parameter_state_dp_zero=gather)
+def named_main_params(
+    model: Sequence[torch.nn.Module], optimizer: EngineOptimizer
+) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """Yield each main param that this rank updates with its model parameter; a packed one has no values."""
+    owners: dict[int, torch.nn.Parameter] = {}
+    for chunk in model:
+        for parameter in chunk.parameters():
+            # An fp32 parameter is its own main; under the distributed optimizer a rank has mains of its shard only.
+            main = getattr(parameter, "main_param", None)
+            owners[id(parameter if main is None else main)] = parameter
+    for part in parts(optimizer):
+        if part.is_stub_optimizer:
+            continue
+        for shard, parameter in fp32_shards(part):
+            owners[id(shard)] = parameter
+        for main in part.get_parameters():
+            yield owners[id(main)], main

@@ -58,12 +58,22 @@ def gradients_kept_on_their_ranks(wrappers: Sequence[Any]) -> AbstractContextMan
     return replaced(groups, is_last_microbatch=False)
 
 
-def without_loss_scale() -> AbstractContextManager[None]:
+_loss_scales: dict[torch.device, torch.Tensor] = {}
+
+
+def without_loss_scale(device: torch.device | None = None) -> AbstractContextManager[None]:
     """Return a block that runs as if no step had set a scale of auxiliary losses yet; the scale is restored afterwards.
 
     It is a class attribute of the engine, in all releases, and outlives models and process groups.
+
+    Args:
+        device: where the scale of the block is kept, which is 1 until a schedule writes into it, and at one address in
+            all blocks of a process: captured graphs read it there. None: there is no scale.
     """
-    return replaced([MoEAuxLossAutoScaler], main_loss_backward_scale=None)
+    scale = None
+    if device is not None:
+        scale = _loss_scales.setdefault(device, torch.ones(1, device=device)).fill_(1)
+    return replaced([MoEAuxLossAutoScaler], main_loss_backward_scale=scale)
 
 
 def groups_of_one_rank(rank: int) -> AbstractContextManager[None]:

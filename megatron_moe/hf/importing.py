@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import dist
 from megatron_moe.checkpoint.errors import all_gather_object, in_rounds
-from megatron_moe.checkpoint.state import TrainState, fully_sharded, model_state, put_model_state
+from megatron_moe.checkpoint.sharded import Shard
+from megatron_moe.checkpoint.state import TrainState, model_shards
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.config import Import
@@ -40,9 +40,10 @@ class Imported(NamedTuple):
 
 
 class _Overlap(NamedTuple):
-    """The overlap of a block of a tensor with a box of this rank."""
+    """The overlap of a block of a tensor with a box of this rank, whose numbers are of the dtype."""
 
     values: Tensor
+    dtype: torch.dtype
     inside_box: tuple[slice, ...]
     inside_block: tuple[slice, ...]
 
@@ -57,8 +58,7 @@ def fill(run: Run, source: Import, trained: TrainState, report: Callable[[str], 
     Raises:
         ConfigError: raised on every rank if one cannot read a tensor, a tensor is not finite, or not all was filled.
     """
-    state = model_state(trained)
-    shards = dist.shards(state)
+    shards = model_shards(trained)
     weights = (local(parameter) for chunk in trained.model for parameter in chunk.parameters())
     for values in (*(shard.values for shard in shards), *weights):
         values.fill_(torch.nan)
@@ -68,8 +68,6 @@ def fill(run: Run, source: Import, trained: TrainState, report: Callable[[str], 
         if torch.distributed.get_rank() == 0 and done < total:
             left = seconds * (total - done) / max(done, 1)
             report(f"reading {source.folder.path}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {left:.0f} s left")
-    if fully_sharded(trained) is not None:
-        put_model_state(trained, state)
     filling.require_coverage(shards, trained)
     # fp32 main weights are copies of the model's, which have been replaced.
     trained.optimizer.reload_model_params()
@@ -86,7 +84,7 @@ def fill(run: Run, source: Import, trained: TrainState, report: Callable[[str], 
 class _Filling:
     """The work of this rank, which iteration does piece by piece."""
 
-    def __init__(self, run: Run, source: Import, shards: Sequence[dist.Shard]) -> None:
+    def __init__(self, run: Run, source: Import, shards: Sequence[Shard]) -> None:
         self.reader = TensorReader(source.folder)
         self.source, self.table = source, source.table
         self.weights = WeightCheck(self.reader, source.table)
@@ -136,7 +134,7 @@ class _Filling:
         self.flags[_FLAGS.index(flag), self._number[name]] = 1
 
     def _write(self, piece: MappedBlock, overlaps: list[_Overlap]) -> None:
-        path, dtype, tensors = self.source.folder.path, overlaps[0].values.dtype, []
+        path, dtype, tensors = self.source.folder.path, overlaps[0].dtype, []
         for name in piece.hf:
             tensor = self._read(name, dtype)
             if piece.fp32:
@@ -159,13 +157,13 @@ class _Filling:
             if not torch.equal(cast.to(tensor.dtype), tensor):
                 self._flag("changed", name)
         block = piece.transform.to_native(tensors)
-        for values, inside_box, inside_block in overlaps:
+        for values, _, inside_box, inside_block in overlaps:
             target = values[inside_box]
             if not bool(target.isnan().all()):
                 raise ConfigError(f"{path}: {piece.key} would be written twice, from {piece.hf[0]}")
             target.copy_(block[inside_block])
 
-    def require_coverage(self, shards: Sequence[dist.Shard], trained: TrainState) -> None:
+    def require_coverage(self, shards: Sequence[Shard], trained: TrainState) -> None:
         """Check over all ranks that everything was filled and used. Collective.
 
         Raises:
@@ -183,7 +181,7 @@ class _Filling:
                 wrong.append(f"{shard.key} of shape {list(shard.whole)} is not in the table")
             if bool(shard.values.isnan().any()):
                 unfilled.append(f"{shard.key} was not filled")
-            if shard.is_main and shard.key in keys:
+            if shard.is_first and shard.key in keys:
                 counts[keys[shard.key]] += shard.values.numel()
         total = counts.to(device)
         torch.distributed.all_reduce(total)
@@ -240,9 +238,9 @@ def _dtypes(filling: _Filling, names: Sequence[str]) -> str:
     return " and ".join(sorted({str(filling.reader.dtype(name)).removeprefix("torch.") for name in names}))
 
 
-def _tasks(table: Mapping, shards: Sequence[dist.Shard]) -> list[tuple[MappedBlock, list[_Overlap]]]:
+def _tasks(table: Mapping, shards: Sequence[Shard]) -> list[tuple[MappedBlock, list[_Overlap]]]:
     """Return what this rank has to read, in the order of the table."""
-    of_key: dict[str, list[dist.Shard]] = {}
+    of_key: dict[str, list[Shard]] = {}
     for shard in shards:
         of_key.setdefault(shard.key, []).append(shard)
     tasks = []
@@ -257,7 +255,7 @@ def _tasks(table: Mapping, shards: Sequence[dist.Shard]) -> list[tuple[MappedBlo
                 inside_box.append(slice(low - first, high - first))
                 inside_block.append(slice(low - start, high - start))
             if all(along.start < along.stop for along in inside_box):
-                overlaps.append(_Overlap(shard.values, tuple(inside_box), tuple(inside_block)))
+                overlaps.append(_Overlap(shard.values, shard.dtype, tuple(inside_box), tuple(inside_block)))
         if overlaps:
             tasks.append((piece, overlaps))
     return tasks

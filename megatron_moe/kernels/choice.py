@@ -5,9 +5,9 @@ What is decorated is not differentiable by itself: autograd functions call it. T
 for all tensors, MEGATRON_MOE_KERNELS, and for a CPU's, MEGATRON_MOE_CPU_KERNELS (`platform/env_vars.py`).
 
 The kernels in C (`cpu.c`) are compiled with gcc at first use, kept in the user's cache, and called through ctypes. They
-compute the bits of torch's form (the source says how), in one pass instead of some twenty. Where they cannot be had,
-torch's form computes: on another processor than x86-64 with AVX2, without gcc, and where a rank of the run lacks them
-(`same_on_all_ranks`).
+compute the bits of torch's form (the source says how), in one pass instead of some twenty. Products of groups of rows
+(`cpu_products.c`) add in an order of their own. Where they cannot be had, torch's form computes: on another processor
+than x86-64 with AVX2, without gcc, and where a rank of the run lacks them (`same_on_all_ranks`).
 
 `launch` runs a Triton kernel: not for an empty grid, and not for tensors without memory.
 """
@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,18 +37,20 @@ from torch import Tensor
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import replacing
 from megatron_moe.platform import env_vars
+from megatron_moe.platform.cpu_half_gemm import multiply_in_fp32
 from megatron_moe.precision.packed_state import ADAM_FACTORS, AdamState, AdamStep, StochasticRounding, update_by_torch
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-SOURCE = Path(__file__).with_name("cpu.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu.c", "cpu_products.c")]
 _FLAGS = "-O3 -march=native -mprefer-vector-width=512 -fPIC -fopenmp".split()
 _FLAGS += "-ffp-contract=off -fno-math-errno -fno-trapping-math".split()
 _COMPILER_SECONDS = 600  # gcc takes 5 s; a machine may be busy with much else
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Below this many numbers threads cost more than they save; torch's own operations draw the line there too.
 _NUMBERS_PER_THREAD = 32768
+_MULTIPLICATIONS_PER_THREAD = 2**20
 
 
 class _Unavailable(Exception):
@@ -122,14 +125,26 @@ def same_on_all_ranks() -> Iterator[None]:
 def takes_c(tensor: object) -> bool:
     """Return whether kernels in C compute with this tensor.
 
-    Not for a tensor that is not in a CPU's memory, and while something watches torch's operations (an audit, a
-    compiler, a tracer), which would not see what C does.
+    Not for a tensor that is not in a CPU's memory, nor while something watches (an audit, a compiler, a tracer).
     """
-    if type(tensor) is not Tensor or tensor.device.type != "cpu":
-        return False
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    return why_no_c() is None
+    return in_memory(tensor) and not is_watched() and why_no_c() is None
+
+
+def is_watched() -> bool:
+    """Return whether something watches torch's operations, which would not see what C does."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def in_memory(tensor: object) -> bool:
+    """Return whether this is a plain tensor with numbers in a CPU's memory."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def library() -> ctypes.CDLL:
+    """Return the kernels in C, where `why_no_c` returns None."""
+    found = _loaded()[0]
+    assert found is not None
+    return found
 
 
 # ---- The kernels in C.
@@ -230,9 +245,7 @@ def _adam_update(grad: Tensor, state: AdamState, step: AdamStep, rounding: Stoch
         seeds=(ctypes.c_uint * 2)(*((0, 0) if rounding is None else rounding.seeds)),
         **step.factors(),
     )
-    library = _loaded()[0]
-    assert library is not None
-    library.adam_update(ctypes.byref(task))
+    library().adam_update(ctypes.byref(task))
 
 
 @functools.cache
@@ -260,9 +273,110 @@ def _threads(numbers: int) -> int:
 
 
 def _call(name: str, operands: tuple[Tensor, ...], rows: int, width: int, threads: int, *more: Any) -> None:
-    function = getattr(_loaded()[0], f"{name}_{_NAMES[operands[0].dtype]}")
+    function = getattr(library(), f"{name}_{_NAMES[operands[0].dtype]}")
     pointers = [ctypes.c_void_p(one.data_ptr()) for one in operands]
     function(*pointers, ctypes.c_longlong(rows), ctypes.c_longlong(width), ctypes.c_int(threads), *more)
+
+
+# Products of groups of rows (`cpu_products.c`). Torch calls a library for each group: oneDNN for bf16, MKL for fp32,
+# which leaves AVX-512 to Intel's processors. The kernel computes all groups at once, where the processor has AVX-512
+# and no library is faster. Its bits are not always torch's, so that it computes also while something watches.
+
+
+class _Product(ctypes.Structure):
+    """The argument of the functions in C, whose struct `Product` says what the fields are."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("left", "right", "result", "ends", "room")),
+        *((name, ctypes.c_longlong) for name in ("groups", "rows", "height", "width", "depth")),
+        *((name, ctypes.c_longlong) for name in ("left_stride", "right_stride", "right_group", "columns", "next")),
+        *((name, ctypes.c_int) for name in ("over_rows", "transposed", "adds", "rounds", "threads")),
+    )
+
+
+def takes_products(left: Tensor, right: Tensor) -> bool:
+    """Return whether the kernel multiplies these operands of `grouped_product`."""
+    if left.dtype not in _NAMES or right.dtype != left.dtype or not in_memory(left) or multiply_in_fp32(left):
+        return False
+    if why_no_c() is not None or (left.shape[-1] % 2 and right.dim() == 3):
+        return False
+    if not hasattr(library(), f"grouped_product_{_NAMES[left.dtype]}"):
+        return False
+    return left.dtype != torch.float32 or _mkl_leaves_avx512()
+
+
+@functools.cache
+def _mkl_leaves_avx512() -> bool:
+    """Return whether torch multiplies fp32 by MKL, and the processor is not Intel's."""
+    with suppress(OSError):
+        return torch.backends.mkl.is_available() and "GenuineIntel" not in Path("/proc/cpuinfo").read_text()
+    return False
+
+
+def grouped_product(left: Tensor, right: Tensor, offsets: Tensor, result: Tensor) -> None:
+    """Write what `torch.nn.functional.grouped_mm` returns into `result`, of operands that `takes_products` takes.
+
+    Args:
+        left, right: [R, K] and [e, K, N], a matrix for each group of rows; or [N, R] and [R, K], a sum over the rows of
+            each group.
+        offsets: [e] int32, the end of each group's rows.
+        result: [R, N] or [e, N, K], contiguous, in the operands' dtype.
+
+    Raises:
+        ValueError: the offsets decrease, or are beyond the rows.
+    """
+    _multiply(left.t() if right.dim() == 2 else left, right, offsets, result)
+
+
+def add_sums(total: Tensor, left: Tensor, right: Tensor, offsets: Tensor, rounds: bool) -> None:
+    """Add left_e^T right_e to the sum of each expert e, in place.
+
+    Args:
+        total: [e, N, K] fp32, contiguous.
+        left, right: [R, N] and [R, K], which `takes_products` takes as left^T and right.
+        offsets: [e] int32, the end of each expert's rows.
+        rounds: whether to round each product to the operands' dtype before it is added.
+    """
+    _multiply(left, right, offsets, total, adds=True, rounds=rounds)
+
+
+def _multiply(
+    left: Tensor, right: Tensor, offsets: Tensor, result: Tensor, adds: bool = False, rounds: bool = False
+) -> None:
+    """Call the kernel. left: [R, ...], also for sums over rows; see `grouped_product` for the rest."""
+    over_rows = right.dim() == 2
+    transposed = not over_rows and right.stride(-2) == 1
+    if left.stride(-1) != 1:
+        left = left.contiguous()
+    if right.stride(-1) != 1 and not transposed:
+        right = right.contiguous()
+    multiplications = left.numel() * right.shape[-1]
+    threads = max(1, min(torch.get_num_threads(), multiplications // _MULTIPLICATIONS_PER_THREAD))
+    room = np.empty(threads * ctypes.c_longlong.in_dll(library(), "product_room").value + 64, np.uint8)
+    task = _Product(
+        left=left.data_ptr(),
+        right=right.data_ptr(),
+        result=result.data_ptr(),
+        ends=offsets.data_ptr(),
+        room=-(-room.ctypes.data // 64) * 64,
+        groups=offsets.shape[0],
+        rows=left.shape[0],
+        height=left.shape[1] if over_rows else 0,
+        width=right.shape[-1],
+        depth=0 if over_rows else right.shape[1],
+        left_stride=left.stride(0),
+        right_stride=right.stride(-1) if transposed else right.stride(-2),
+        right_group=0 if over_rows else right.stride(0),
+        over_rows=over_rows,
+        transposed=transposed,
+        adds=adds,
+        rounds=rounds,
+        threads=threads,
+    )
+    if not getattr(library(), f"grouped_product_{_NAMES[left.dtype]}")(ctypes.byref(task)):
+        raise ValueError(
+            f"offsets {offsets.tolist()[:8]}...: must not decrease, nor be beyond the {left.shape[0]} rows"
+        )
 
 
 # ---- Compiling and loading them.
@@ -305,7 +419,8 @@ def _load() -> ctypes.CDLL:
         raise _Unavailable("there is no C compiler (gcc)")
     about = os.stat(compiler)
     described = (compiler, about.st_size, about.st_mtime_ns, _FLAGS, openmp.name, flags)
-    key = hashlib.sha256(SOURCE.read_bytes() + repr(described).encode()).hexdigest()[:24]
+    sources = b"".join(source.read_bytes() for source in SOURCES)
+    key = hashlib.sha256(sources + repr(described).encode()).hexdigest()[:24]
     kept = cache_folder() / f"cpu-{key}.so"
     with suppress(OSError):  # it is not there, or damaged: it is made again
         # Not one that another user could have written.
@@ -329,11 +444,11 @@ def cache_folder() -> Path:
 
 
 def _compile(compiler: str, openmp: Path, built: Path) -> None:
-    """Compile the source, and link it with torch's OpenMP library and nothing else."""
-    middle = built.with_suffix(".o")
+    """Compile the sources, and link them with torch's OpenMP library and nothing else."""
+    objects = {source: str(built.with_name(f"{source.stem}.o")) for source in SOURCES}
     for command in (
-        [compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(middle)],
-        [compiler, "-shared", "-nostdlib", str(middle), str(openmp), "-o", str(built)],
+        *([compiler, *_FLAGS, "-c", str(source), "-o", made] for source, made in objects.items()),
+        [compiler, "-shared", "-nostdlib", *objects.values(), str(openmp), "-o", str(built)],
     ):
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILER_SECONDS, check=False)
         if done.returncode:
@@ -363,6 +478,7 @@ KERNELS = {
     "add_up_rows": Kernels("triton_dispatch.add_up_rows"),
     "choose_experts": Kernels("triton_routing.choose_experts"),
     "count_tokens": Kernels("triton_routing.count_tokens"),
+    "cut_into_tiles": Kernels("triton_fp8.cut_into_tiles"),
     "expert_weights": Kernels("triton_routing.expert_weights"),
     "expert_weights_backward": Kernels("triton_routing.expert_weights_backward"),
     "gradient_of_tile": Kernels("triton_loss.gradient_of_tile"),
@@ -420,43 +536,69 @@ Seen = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 _seeing: list[Seen] = []
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
-"""What Triton compiled, with its constants in the kernel's order, by all that a kernel is specialised for."""
+class _Compiled(NamedTuple):
+    """A kernel that Triton has compiled and loaded.
+
+    run takes the grid, what `stream_of` returns for a device, `loaded`, the addresses and numbers, and `constants`.
+    """
+
+    run: Callable[..., None]
+    stream_of: Callable[[int], int]
+    loaded: tuple[Any, ...]
+    constants: list[Any]
 
 
-def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
+_compiled: dict[tuple[Any, ...], _Compiled] = {}
+"""By all that a kernel is specialised for."""
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run a kernel on a grid. Nothing runs where the grid is empty, or on the meta device, where a run is planned.
 
-    Triton looks for what it has compiled at each launch, which takes several times as long as here. It is asked once
-    for each combination of dtypes, alignments, kinds of numbers and constants.
+    Triton looks for what it has compiled at each launch, reads the tensors' addresses again and asks the driver whose
+    they are, which takes several times as long as here. It is asked once for each combination of dtypes, alignments,
+    kinds of numbers and constants. Hooks of its profiler (Proton) see that launch alone.
 
     Args:
         kernel: decorated with `triton.jit`; its constants come behind the arguments.
         arguments: tensors, the first one among them, and numbers.
         constants: by name, with Triton's own (`num_warps`).
     """
-    if not min(grid):
+    if 0 in grid:
         return
     for see in _seeing:
         see(kernel, arguments, constants)
-    key: list[Any] = [id(kernel), arguments[0].get_device(), *constants.values()]
+    if arguments[0].is_meta:
+        return
+    device = arguments[0].get_device()
+    key = [id(kernel), device, *constants.values()]
+    passed, addresses = [], 0
     for one in arguments:
-        if isinstance(one, Tensor):
-            if one.is_meta:
-                return
-            key += (one.dtype, one.data_ptr() % 16)
-        elif type(one) is int:  # what Triton may specialise for, and the type by which it is passed
+        kind = type(one)
+        if kind is int:  # what Triton may specialise for, and the type by which it is passed
             key.append((one % 16 == 0) + 2 * (one == 1) + 4 * (-(2**31) <= one < 2**31))
-        else:
-            key.append(type(one))
+        elif kind is float:
+            key.append(kind)
+        elif isinstance(one, Tensor):
+            key.append(one.dtype)
+            one = one.data_ptr()
+            addresses |= one
+        else:  # a tensor described, of which the kernel is specialised for the dtype
+            key.append(one.base.dtype)
+        passed.append(one)
+    if addresses % 16:  # not all are aligned
+        key += [type(one) is int and one % 16 == 0 for one in passed]
     known = _compiled.get(tuple(key))
     if known is not None:
-        known[0][(*grid, 1, 1)[:3]](*arguments, *known[1])
+        known.run(*(*grid, 1, 1)[:3], known.stream_of(device), *known.loaded, *passed, *known.constants)
         return
-    found = kernel[tuple(grid)](*arguments, **constants)
+    found = kernel[grid](*arguments, **constants)
     if found is not None:  # the interpreter compiles nothing
-        named = kernel.arg_names[len(arguments) :]
-        _compiled[tuple(key)] = found, [constants[name] for name in named]
+        from triton.runtime import driver
+
+        loaded = (found.function, found.packed_metadata, None, None, None)  # no hooks, and nothing for them
+        named = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+        _compiled[tuple(key)] = _Compiled(found.run, driver.active.get_current_stream, loaded, named)
 
 
 def blocks_of(total: int, size: int) -> int:

@@ -82,9 +82,9 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int, partial: bool = False, 
     total, bins = ids.numel(), num_experts + partial
     parts, room = max(blocks_of(total, PART), 1), power_of_2(bins)
     constants = {"BINS": room, "STEP": max(16, min(PART, 8192 // room)), "PART": PART}
-    order, source, inverse = (torch.empty(total, dtype=torch.int64, device=ids.device) for _ in range(3))
-    found, begins = (torch.empty((bins, parts), dtype=torch.int32, device=ids.device) for _ in range(2))
-    ends = torch.empty(bins, dtype=torch.int32, device=ids.device)
+    order, source, inverse = ids.new_empty(total), ids.new_empty(total), ids.new_empty(total)
+    found = torch.empty((bins, parts), dtype=torch.int32, device=ids.device)
+    begins, ends = torch.empty_like(found), found.new_empty(bins)
     launch(_count_part, (parts,), ids, found, total, parts, bins, **constants)
     launch(_add_up_parts, (1,), found, begins, ends, bins * parts, parts, BLOCK=4096)
     tables = (ids, begins, ends, order, source, inverse, ends if counts is None else counts)
@@ -112,7 +112,7 @@ def _order_chunk(counts, order, inverse, ends, experts, chunks, CELLS: tl.conste
 
 def sort_arrived(counts: Tensor, num_rows: int) -> Any:
     chunks, experts = counts.numel(), counts.shape[1]
-    order, inverse = (torch.empty(num_rows, dtype=torch.int64, device=counts.device) for _ in range(2))
+    order, inverse = counts.new_empty(num_rows), counts.new_empty(num_rows)
     ends = torch.empty(experts, dtype=torch.int32, device=counts.device)
     cells = power_of_2(chunks)
     launch(_order_chunk, (chunks,), counts, order, inverse, ends, experts, chunks, CELLS=cells, BLOCK=256)

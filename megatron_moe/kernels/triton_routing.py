@@ -149,10 +149,10 @@ def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: Any) -> 
         groups, group_topk, best = 1, 1, 1
     tokens, experts = ranked.shape
     ids = torch.empty((tokens, options.topk), dtype=torch.int64, device=ranked.device)
-    constants = {"GROUPS": groups, "GROUP_TOPK": group_topk, "GROUP_BEST": best, "BIASED": expert_bias is not None}
-    constants |= {"BINS": power_of_2(experts), "SLOTS": power_of_2(options.topk)}
+    sizes = {"BINS": power_of_2(experts), "TOPK": options.topk, "SLOTS": power_of_2(options.topk)}
+    constants = {**sizes, "GROUPS": groups, "GROUP_TOPK": group_topk, "GROUP_BEST": best}
     operands = (ranked.contiguous(), ranked if expert_bias is None else expert_bias, ids)
-    launch(_choose, (tokens,), *operands, experts, TOPK=options.topk, num_warps=2, **constants)
+    launch(_choose, (tokens,), *operands, experts, BIASED=expert_bias is not None, num_warps=2, **constants)
     return ids
 
 
@@ -198,19 +198,21 @@ def count_tokens(
     expert_ids: Tensor, num_experts: int, is_padding: Tensor | None = None, num_sequences: int = 1
 ) -> Tensor:
     counts = torch.zeros((num_sequences, num_experts), dtype=torch.int64, device=expert_ids.device)
-    _launch_count(counts, None, expert_ids, is_padding)
+    _launch_count(counts, num_sequences, None, expert_ids, is_padding)
     return counts
 
 
 def add_counts(
     tokens_per_expert: Tensor, num_tokens: Tensor, expert_ids: Tensor, is_padding: Tensor | None = None
 ) -> None:
-    _launch_count(tokens_per_expert.unsqueeze(0), num_tokens, expert_ids, is_padding)
+    _launch_count(tokens_per_expert, 1, num_tokens, expert_ids, is_padding)
 
 
-def _launch_count(counts: Tensor, tokens: Tensor | None, expert_ids: Tensor, is_padding: Tensor | None) -> None:
+def _launch_count(
+    counts: Tensor, sequences: int, tokens: Tensor | None, expert_ids: Tensor, is_padding: Tensor | None
+) -> None:
     ids = expert_ids.contiguous()
     operands = (ids, ids if is_padding is None else is_padding, counts, counts if tokens is None else tokens)
     constants = {"TOPK": ids.shape[1], "PADDED": is_padding is not None, "TOKENS": tokens is not None, "BLOCK": 256}
-    sequences, experts = counts.shape
-    launch(_count, (blocks_of(ids.numel(), 256),), *operands, ids.numel(), experts, sequences, **constants)
+    total, experts = ids.numel(), counts.shape[-1]
+    launch(_count, (blocks_of(total, 256),), *operands, total, experts, sequences, **constants)

@@ -140,7 +140,8 @@ class MeasuredCoreAttention(SDPACoreAttention):
 
     Attributes:
         layer_number: one-based, in the whole model; further predictions come after its layers.
-        largest_logits: fp32 [n], of this rank's heads since it was last set to None; None: there was no pass.
+        largest_logits: fp32 [n], of this rank's heads since it was last filled with -inf; None: there never was a pass.
+            It stays where it is: a captured graph of the layer writes there at each replay.
     """
 
     def __init__(self, config: EngineConfig, layer_number: int, *args: Any, **options: Any) -> None:
@@ -165,7 +166,9 @@ class MeasuredCoreAttention(SDPACoreAttention):
                 found = largest_logits(query, key, self.scale)
             else:
                 found = largest_in_pieces(query, key, self.scale, self._in_pieces, documents)
-            self.largest_logits = found if self.largest_logits is None else self.largest_logits.maximum(found)
+            if self.largest_logits is None:
+                self.largest_logits = torch.full_like(found, -math.inf)
+            torch.maximum(self.largest_logits, found, out=self.largest_logits)
         return super().forward(query, key, value, attention_mask, *args, **options)
 
 

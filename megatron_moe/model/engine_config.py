@@ -147,7 +147,7 @@ def _kernels(run: Run) -> dict[str, Any]:
     layers without biases. What is compiled depends on the shapes that were met before, which a resumed run meets in
     another order (it has not evaluated yet): with `--deterministic-mode` nothing is.
 
-    There are no CUDA graphs; the engine's default for their contents makes it warn about that default.
+    The engine captures no CUDA graphs (`model/cuda_graphs.py` does); its default for their contents makes it warn.
     """
     cuda = platform.has_cuda()
     compiled = cuda and not run.training.deterministic_mode

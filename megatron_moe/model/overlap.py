@@ -26,6 +26,7 @@ from torch.nn import Module
 
 from megatron_moe.engine.layers import CheckpointWithoutOutput, TransformerLayer, get_cuda_rng_tracker
 from megatron_moe.moe.dispatch import PhasedDispatcher
+from megatron_moe.moe.dispatch_by_node import ByNodeDispatcher
 from megatron_moe.moe.grouped_gemm import DelayedWgrad
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.platform import hardware
@@ -167,6 +168,9 @@ class MoESteps(DenseSteps):
             is_padding = None if padding is None else padding.transpose(0, 1).reshape(-1)
             decision = self.moe.router.route(tokens, is_padding, num_sequences=normed.shape[1])
             leaving, state.plan = self.dispatcher.prepare(tokens, decision)
+            if isinstance(self.dispatcher, ByNodeDispatcher):
+                # The engine frees what an all-to-all has sent, and here that is what other steps need too.
+                leaving = tuple(one.clone() for one in leaving)
             # After the routing, as in the layer: gradients of `normed` are then added in the same order.
             shared = None if self.moe.shared_experts is None else self.moe.compute_shared(normed)
         state.residual = node.detach(hidden)

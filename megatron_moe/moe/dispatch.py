@@ -19,142 +19,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.config.setting import DISPATCHERS
-from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.moe.routing import RoutingDecision, capacity
-from megatron_moe.parallel.collectives import (
-    all_gather_rows,
-    all_to_all_rows,
-    reduce_scatter_rows,
-    room_for_rows,
-    weights_behind,
+from megatron_moe.moe.rows import (
+    Copies,
+    CopyRows,
+    Do,
+    Exchanged,
+    Packed,
+    SortPlan,
+    Sums,
+    Unpacked,
+    Way,
+    WeightedCopies,
+    copy_rows,
+    first_rows,
+    in_graph,
+    sort_arrived,
+    sort_by_expert,
+    sum_copies,
 )
-from megatron_moe.platform import hardware
+from megatron_moe.parallel.collectives import all_gather_rows, reduce_scatter_rows
 from megatron_moe.platform.hardware import HostCopy
-from megatron_moe.platform.protocols import AutogradContext
-
-# Rows are moved between token order and expert order with gathers in both directions. A permutation is stored as two
-# index tables: `source` has the row that each copy comes from, `slots` the positions of a row's copies. Copying is a
-# gather by `source`, and its gradient a gather by `slots` with a sum over the copies; summing copies is the same pair
-# the other way round. No backward pass scatters, so the result is deterministic on every device, without atomics.
-# Routing weights move with the rows, in the same kernels.
-
-
-@has_kernel("spread_rows")
-def spread_rows(
-    rows: Tensor,
-    weights: Tensor | None,
-    order: Tensor,
-    source: Tensor,
-    slots: Tensor,
-    copies: Tensor,
-    copy_weights: Tensor | None,
-) -> None:
-    """Write copies of rows [T, ...], and of weights [N], into `copies` [R, ...] and `copy_weights` [R].
-
-    All but the tables may be views of packed rows: see `room_for_rows`.
-
-    Args:
-        order, source: [R] int64, the weight and the row of each copy.
-        slots: [T, C] int64, the positions of row t's copies, or R and more for one that is not here. Neighbours may
-            share a weight: there are C / (N / T) copies of each.
-    """
-    torch.index_select(rows, 0, source, out=copies)
-    if weights is not None and copy_weights is not None:
-        torch.index_select(weights, 0, order, out=copy_weights)
-
-
-@has_kernel("add_up_rows")
-def add_up_rows(
-    copies: Tensor, copy_weights: Tensor | None, slots: Tensor, partial: bool, hidden: int, sharing: int = 1
-) -> tuple[Tensor, Tensor | None]:
-    """Return sums of copies by row, [T, ...], added in fp32 or wider and rounded once, and of their weights, [N].
-
-    Args:
-        copies, copy_weights: [R, ...], [R]; packed rows (see `room_for_rows`) may be wider than what is added up.
-        slots: [T, C]. partial: whether some are R, for a copy that is not here.
-        hidden: the columns that are added up.
-        sharing: neighbouring copies that share a weight.
-    """
-    rows = _sums(copies, slots, partial)
-    if rows.dim() == 2 and rows.shape[1] > hidden:
-        rows = rows[:, :hidden].contiguous()
-    if copy_weights is None:
-        return rows, None
-    return rows, _sums(copy_weights.contiguous(), slots.view(-1, sharing), partial)
-
-
-def _sums(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
-    if partial:
-        copies = torch.cat([copies, copies.new_zeros((1, *copies.shape[1:]))])
-    if slots.shape[1] == 1:
-        return copies.index_select(0, slots.squeeze(1))
-    if copies.dim() == 2 and hardware.on_cpu(copies):
-        # On a CPU the bag kernel reads each row once, adds in fp32 and builds no [T, C, H] tensor.
-        return F.embedding_bag(slots, copies, mode="sum")
-    found = copies.index_select(0, slots.flatten()).unflatten(0, slots.shape)
-    return found.sum(dim=1, dtype=torch.promote_types(copies.dtype, torch.float32)).to(copies.dtype)
-
-
-def _spread(rows: Tensor, source: Tensor, slots: Tensor) -> Tensor:
-    copies = rows.new_empty((source.shape[0], *rows.shape[1:]))
-    spread_rows(rows, None, source, source, slots, copies, None)
-    return copies
-
-
-def _add_up(copies: Tensor, slots: Tensor, partial: bool) -> Tensor:
-    return add_up_rows(copies, None, slots, partial, copies.shape[-1])[0]
-
-
-class _CopyRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: AutogradContext, rows: Tensor, source: Tensor, slots: Tensor, partial: bool) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.partial = partial
-        return _spread(rows, source, slots)
-
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (slots,) = ctx.saved_tensors
-        return _add_up(grad, slots, ctx.partial), None, None, None
-
-
-class _SumCopies(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: AutogradContext, rows: Tensor, source: Tensor, slots: Tensor, partial: bool) -> Tensor:
-        ctx.save_for_backward(source, slots)
-        return _add_up(rows, slots, partial)
-
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        source, slots = ctx.saved_tensors
-        return _spread(grad, source, slots), None, None, None
-
-
-def copy_rows(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = False) -> Tensor:
-    """Return copies [R, ...] of rows [T, ...], where copy r is row `source[r]`.
-
-    Args:
-        rows: [T, ...].
-        source: [R] int64.
-        slots: [T, C] int64, the positions of row t's copies. Every copy is in exactly one slot.
-        partial: whether some slots are R, for a copy that is not here.
-
-    Backward: row t's gradient is the sum of its copies' gradients, added in fp32.
-    """
-    return _CopyRows.apply(rows, source, slots, partial)
-
-
-def sum_copies(rows: Tensor, source: Tensor, slots: Tensor, partial: bool = False) -> Tensor:
-    """Return the sum [T, ...] of each token's rows [R, ...], the inverse direction of `copy_rows` by the same tables.
-
-    Backward: each row's gradient is a copy of its token's gradient.
-    """
-    return _SumCopies.apply(rows, source, slots, partial)
 
 
 @dataclass(frozen=True)
@@ -246,63 +135,6 @@ class PhasedDispatcher(Dispatcher):
         return self.add_up(self.send_back(self.collect(rows, plan), plan), plan)
 
 
-@dataclass(frozen=True)
-class SortPlan:
-    """A sort of choices by expert.
-
-    order, source [R]: the choice and the token of each row. slots [T, C]: the rows of each token.
-    """
-
-    order: Tensor
-    source: Tensor
-    slots: Tensor
-
-
-@has_kernel("sort_by_expert")
-def sort_by_expert(
-    expert_ids: Tensor, num_experts: int, partial: bool = False, counts: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the order of the choices by expert, stable in the token, and what belongs to it.
-
-    Args:
-        expert_ids: [T, K] int64, from 0 to `num_experts` - 1, with `partial` up to `num_experts`, which sorts last.
-        counts: memory [E] int64 for the choices of each expert; None: they are not counted.
-
-    Returns:
-        order, source: [T x K] int64, the choice and the token of each row.
-        inverse: [T x K], the row of each choice.
-        ends: [E] int32, each expert's end in the order.
-    """
-    ids = expert_ids.flatten()
-    sorted_ids, order = torch.sort(ids, stable=True)
-    experts = torch.arange(num_experts, device=ids.device, dtype=ids.dtype)
-    ends = torch.searchsorted(sorted_ids, experts, right=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.shape[0], device=order.device)
-    if counts is not None:
-        torch.diff(ends, prepend=ends.new_zeros(1), out=counts)
-    return order, order // expert_ids.shape[1], inverse, ends.to(torch.int32)
-
-
-@has_kernel("sort_arrived")
-def sort_arrived(counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the order by expert of rows that arrived by rank and expert, its inverse, and each expert's end, int32.
-
-    Args:
-        counts: [ranks, e] int64, the rows of each rank for each expert.
-        num_rows: their sum.
-    """
-    cells = counts.flatten()
-    by_expert = counts.t().flatten()
-    arrived_at = cells.cumsum(0) - cells
-    sorted_at = (by_expert.cumsum(0) - by_expert).view(counts.shape[1], -1).t().flatten()
-    row = torch.arange(num_rows, device=counts.device)
-    inverse = row + (sorted_at - arrived_at).repeat_interleave(cells, output_size=num_rows)
-    order = torch.empty_like(inverse)
-    order[inverse] = row
-    return order, inverse, counts.sum(dim=0).cumsum(dim=0).to(torch.int32)
-
-
 def arrange_by_expert(
     hidden: Tensor, probs: Tensor, expert_ids: Tensor, num_experts: int, rows_here: Callable[[Tensor], int] | None
 ) -> tuple[ExpertInput, SortPlan]:
@@ -319,13 +151,8 @@ def arrange_by_expert(
     if rows_here is not None:
         order, source, inverse = first_rows(order, source, inverse, rows_here(ends))
     plan = SortPlan(order, source, inverse.view(expert_ids.shape))
-    rows, row_probs = _CopyWeighted.apply(hidden, probs, plan, partial, False)
+    rows, row_probs = CopyRows.apply(WeightedCopies(plan, partial, hidden.shape[1], probs.shape), hidden, probs)
     return ExpertInput(rows, row_probs, ends), plan
-
-
-def first_rows(order: Tensor, source: Tensor, inverse: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first rows of a sort; in its inverse `num_rows` stands for rows that were cut off."""
-    return order[:num_rows], source[:num_rows], inverse.clamp(max=num_rows)
 
 
 class LocalDispatcher(Dispatcher):
@@ -406,86 +233,43 @@ class ExchangePlan:
     inverse: Tensor
 
 
-class _CopyWeighted(torch.autograd.Function):
-    """Copies of rows [T, H] with their weights [T, K], packed for one exchange or as two tensors."""
-
-    @staticmethod
-    def forward(
-        ctx: AutogradContext, rows: Tensor, weights: Tensor, sort: SortPlan, partial: bool, packed: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.save_for_backward(sort.slots)
-        ctx.hidden, ctx.shape, ctx.dtype, ctx.partial = rows.shape[1], weights.shape, weights.dtype, partial
-        num_rows, hidden = sort.order.shape[0], rows.shape[1]
-        if packed:
-            whole = room_for_rows(num_rows, hidden, rows, weights)
-            copies, copy_weights = whole[:, :hidden], weights_behind(whole, weights.dtype)
-        else:
-            copies, copy_weights = rows.new_empty((num_rows, hidden)), weights.new_empty(num_rows)
-        spread_rows(rows, weights.flatten(), sort.order, sort.source, sort.slots, copies, copy_weights)
-        return whole if packed else (copies, copy_weights)
-
-    @staticmethod
-    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
-        (slots,) = ctx.saved_tensors
-        copies, weights = grads[0], weights_behind(grads[0], ctx.dtype) if len(grads) == 1 else grads[1]
-        sharing = slots.numel() // max(ctx.shape.numel(), 1)
-        of_rows, of_weights = add_up_rows(copies, weights, slots, ctx.partial, ctx.hidden, sharing)
-        return of_rows, None if of_weights is None else of_weights.view(ctx.shape), None, None, None
+class _Send(Way):
+    """Rows on their way to experts."""
 
 
-class _Unpack(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: AutogradContext, arrived: Tensor, order: Tensor, inverse: Tensor, hidden: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(order, inverse)
-        ctx.dtype = dtype
-        weights = weights_behind(arrived, dtype)
-        rows, row_weights = arrived.new_empty((order.shape[0], hidden)), weights.new_empty(order.shape[0])
-        spread_rows(arrived[:, :hidden], weights, order, order, inverse.unsqueeze(1), rows, row_weights)
-        return rows, row_weights
-
-    @staticmethod
-    def backward(ctx: AutogradContext, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        order, inverse = ctx.saved_tensors
-        weights_grad, hidden = weights_grad.to(ctx.dtype), grad.shape[1]
-        whole = room_for_rows(inverse.shape[0], hidden, grad, weights_grad)
-        into = (whole[:, :hidden], weights_behind(whole, ctx.dtype))
-        spread_rows(grad, weights_grad, inverse, inverse, order.unsqueeze(1), *into)
-        return whole, None, None, None, None
-
-
-def pack_weighted(rows: Tensor, weights: Tensor, sort: SortPlan, partial: bool) -> Tensor:
-    """Return copies [R, W] of rows [T, H], each with its weight behind it, for one exchange: see `room_for_rows`.
-
-    Args:
-        rows, weights: [T, H] and [T, K].
-        sort: of the weights, and of the rows with them, into the R copies.
-        partial: as in `copy_rows`.
-
-    Backward: the gradient is packed in the same way, by that of `unpack_weighted`, and means nothing in between: it may
-    be sent, and not added to or rounded. A row's copies are summed in fp32.
-    """
-    return _CopyWeighted.apply(rows, weights, sort, partial, True)
-
-
-def unpack_weighted(
-    arrived: Tensor, order: Tensor, inverse: Tensor, hidden: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return rows [R, H] and weights [R] of what `pack_weighted` packed, in another order.
-
-    Args:
-        arrived: [R, W].
-        order, inverse: [R], from this order to the other one, and back.
-        hidden, dtype: the width of rows, the weights' dtype.
-    """
-    return _Unpack.apply(arrived, order, inverse, hidden, dtype)
+class _SendBack(Way):
+    """Results on their way to tokens."""
 
 
 class AllToAllDispatcher(PhasedDispatcher):
-    """A dispatcher that sends each row to the ranks of its expert and its result back, by one all-to-all each way."""
+    """A dispatcher that sends each row to the ranks of its expert and its result back, by one all-to-all each way.
 
-    def prepare(self, hidden: Tensor, decision: RoutingDecision) -> tuple[tuple[Tensor, ...], SendPlan]:
+    For a schedule that puts other work in between, each step is a node of the graph; else several are one (`do`).
+    """
+
+    def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, ExchangePlan]:
+        """See `Dispatcher.dispatch`."""
+        plans: list[RecvPlan] = []
+
+        def work(do: Do) -> tuple[Tensor, ...]:
+            arrived, plan = self.send(*self.prepare(hidden, decision, do), do)
+            plans.append(plan)
+            return arrived
+
+        # Not `arrange`: a node holds its gradients until it is done, here of all rows while two exchanges' are there.
+        return self.arrange(_Send.apply(work, hidden, decision.probs), plans[0])
+
+    def combine(self, rows: Tensor, plan: ExchangePlan) -> Tensor:
+        """See `Dispatcher.combine`."""
+
+        def work(do: Do) -> tuple[Tensor]:
+            return (self.add_up(self.send_back(self.collect(rows, plan, do), plan, do), plan, do),)
+
+        return _SendBack.apply(work, rows)[0]
+
+    def prepare(
+        self, hidden: Tensor, decision: RoutingDecision, do: Do = in_graph
+    ) -> tuple[tuple[Tensor, ...], SendPlan]:
         num_tokens, topk = decision.expert_ids.shape
         etp, group = self.groups.etp_size, self.groups.expert
         both = torch.empty((2, group.size(), self.num_local_experts), dtype=torch.int64, device=hidden.device)
@@ -507,18 +291,23 @@ class AllToAllDispatcher(PhasedDispatcher):
             order, inverse = _with_copies(order, inverse, rows_to_ep, etp)
             source = order // topk
         sent = SortPlan(order, source, inverse.view(num_tokens, topk * etp))
-        packed = pack_weighted(hidden, decision.probs, sent, self.drops)
-        return (packed,), SendPlan(sent, copied, received_counts, hidden.shape[1], decision.probs.dtype)
+        probs, width = decision.probs, hidden.shape[1]
+        packed = do(Packed(sent, self.drops, width, probs.shape, probs.dtype), hidden, probs)
+        return packed, SendPlan(sent, copied, received_counts, width, probs.dtype)
 
-    def send(self, leaving: tuple[Tensor, ...], plan: SendPlan) -> tuple[tuple[Tensor, ...], RecvPlan]:
+    def send(
+        self, leaving: tuple[Tensor, ...], plan: SendPlan, do: Do = in_graph
+    ) -> tuple[tuple[Tensor, ...], RecvPlan]:
         send_splits, recv_splits = self.splits(plan.counts_on_host)
-        arrived = all_to_all_rows(leaving[0], send_splits, recv_splits, self.groups.expert)
-        return (arrived,), RecvPlan(plan, send_splits, recv_splits)
+        arrived = do(Exchanged(send_splits, recv_splits, self.groups.expert), *leaving)
+        return arrived, RecvPlan(plan, send_splits, recv_splits)
 
-    def arrange(self, arrived: tuple[Tensor, ...], plan: RecvPlan) -> tuple[ExpertInput, ExchangePlan]:
+    def arrange(
+        self, arrived: tuple[Tensor, ...], plan: RecvPlan, do: Do = in_graph
+    ) -> tuple[ExpertInput, ExchangePlan]:
         send_plan = plan.send_plan
         order, inverse, ends = sort_arrived(send_plan.counts, sum(plan.recv_splits))
-        rows, row_weights = unpack_weighted(arrived[0], order, inverse, send_plan.hidden, send_plan.dtype)
+        rows, row_weights = do(Unpacked(order, inverse, send_plan.hidden, send_plan.dtype), *arrived)
         back = ExchangePlan(send_plan.sent, plan.send_splits, plan.recv_splits, order, inverse)
         return ExpertInput(rows, row_weights, ends, send_plan.ends_on_host), back
 
@@ -527,14 +316,14 @@ class AllToAllDispatcher(PhasedDispatcher):
         to, of = copied.result().sum(dim=2).tolist()
         return to, of
 
-    def collect(self, rows: Tensor, plan: ExchangePlan) -> Tensor:
-        return copy_rows(rows, plan.inverse, plan.order.unsqueeze(1))
+    def collect(self, rows: Tensor, plan: ExchangePlan, do: Do = in_graph) -> Tensor:
+        return do(Copies(plan.inverse, plan.order.unsqueeze(1), False), rows)[0]
 
-    def send_back(self, results: Tensor, plan: ExchangePlan) -> Tensor:
-        return all_to_all_rows(results, plan.recv_splits, plan.send_splits, self.groups.expert)
+    def send_back(self, results: Tensor, plan: ExchangePlan, do: Do = in_graph) -> Tensor:
+        return do(Exchanged(plan.recv_splits, plan.send_splits, self.groups.expert), results)[0]
 
-    def add_up(self, returned_rows: Tensor, plan: ExchangePlan) -> Tensor:
-        return sum_copies(returned_rows, plan.sent.source, plan.sent.slots, partial=self.drops)
+    def add_up(self, returned_rows: Tensor, plan: ExchangePlan, do: Do = in_graph) -> Tensor:
+        return do(Sums(plan.sent.source, plan.sent.slots, self.drops), returned_rows)[0]
 
 
 def _with_copies(order: Tensor, inverse: Tensor, rows_to_ep: list[int], etp: int) -> tuple[Tensor, Tensor]:
@@ -626,7 +415,6 @@ def micro_batches_among(expert_ranks: int, sharing_ranks: int) -> int:
 
 
 DISPATCHERS.register("allgather", AllGatherDispatcher)
-DISPATCHERS.register("alltoall", AllToAllDispatcher)
 
 
 def build_dispatcher(

@@ -23,12 +23,11 @@ from megatron_moe.moe.dispatch import (
     Dispatcher,
     ExpertInput,
     PhasedDispatcher,
-    SortPlan,
     arrange_by_expert,
-    sum_copies,
 )
 from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
+from megatron_moe.moe.rows import SortPlan, sum_copies
 
 _NOWHERE = -1  # DeepEP's index of a choice that is not sent, or whose expert is on another rank
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.engine.patching import replaced
-from megatron_moe.kernels.choice import has_kernel
+from megatron_moe.kernels import choice
+from megatron_moe.kernels.choice import has_kernel, is_watched
 from megatron_moe.platform import cpu_half_gemm, hardware, numerics
-from megatron_moe.platform.cpu_half_gemm import grouped_product
 from megatron_moe.platform.numerics import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.contract import mixes_dtypes
@@ -24,8 +24,10 @@ from megatron_moe.precision.contract import mixes_dtypes
 # it: a product that has been rounded to the weight's dtype. A backward pass that finds the sum of its weight adds to it
 # instead, without the rounding, and hands on the rest of the gradient, which is zero. Zeros of the sparse layout take
 # no memory, and are right in whatever they are added to: the gradient of another use of the weight, which is still to
-# be added (a table that is also the output layer), or the sum itself. The hook needs a tensor, not None: with
-# `--overlap-grad-reduce` it checks that there is one, and autograd calls the hooks of missing ones on another thread.
+# be added (a table that is also the output layer), or the sum itself: where nothing is stored, CUDA's addition of both
+# layouts launches no kernel, too. Expanded zeros autograd would copy to a whole gradient. The hook needs a tensor, not
+# None: with `--overlap-grad-reduce` it checks that there is one, and autograd calls hooks of missing ones on another
+# thread.
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -150,6 +152,20 @@ def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
     return torch.cat(outputs)
 
 
+def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """Return what `cpu_half_gemm.grouped_product` returns, on a CPU by the kernel in C where there is one."""
+    if not choice.takes_products(left, right):
+        return cpu_half_gemm.grouped_product(left, right, offsets)
+    if is_watched():  # by what would not see the kernel, and may change no bit
+        result = cpu_half_gemm.grouped_product(left, right, offsets)
+    elif right.dim() == 2:
+        result = left.new_empty((offsets.shape[0], left.shape[0], right.shape[1]))
+    else:
+        result = left.new_empty((left.shape[0], right.shape[-1]))
+    choice.grouped_product(left, right, offsets, result)
+    return result
+
+
 class DelayedWgrad:
     """The gradients of weights that a backward pass left out, to be computed when the device has nothing better to do.
 
@@ -189,6 +205,11 @@ def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, offsets: Ten
         left, right: [R, N] and [R, K], grouped by expert, of one dtype.
         offsets: [e] int32, the end of each expert's rows. The form in torch reads them on the host.
     """
+    if choice.takes_products(left.t(), right):
+        choice.add_sums(total, left, right, offsets, rounds=False)
+        if not is_watched():
+            return
+        total = total.clone()  # torch's form is shown on a copy
     # Without values, as in a plan, all rows are the first expert's: the operations of a whole layer, at once.
     ends = [left.shape[0]] if offsets.is_meta else offsets.tolist()
     counts = [end - start for start, end in zip([0, *ends], ends)]
@@ -219,7 +240,9 @@ def added_to_main_grad(weights: Tensor, left: Tensor, right: Tensor, offsets: Te
     if total is None:
         return False
     experts = total.view(total.shape[0], -1, total.shape[-1])
-    if rounded:
+    if rounded and choice.takes_products(left.t(), right):
+        choice.add_sums(experts, left, right, offsets, rounds=True)
+    elif rounded:
         for expert, product in cpu_half_gemm.products_over_rows(left.t(), right, offsets):
             experts[expert] += product
     else:

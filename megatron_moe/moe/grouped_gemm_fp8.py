@@ -13,13 +13,14 @@ the last one is smaller where a size is no multiple of 128, gate and up projecti
 rows of two experts. DeepSeek keeps x in tiles of 1 x 128 for the backward pass and quantises those numbers again for
 dW; here x is kept in the model's dtype, and rounded to FP8 once for each product.
 
-Two forms compute. The emulation, on any device, rounds operands to FP8 and multiplies them by their scales, which
+Three forms compute. The emulation, on any device, rounds operands to FP8 and multiplies them by their scales, which
 rounds to fp32; these numbers are multiplied and added in fp32, and the result is rounded once to the model's dtype. It
-takes more time and memory than the product in bf16. Torch's scaled product (`torch.nn.functional.scaled_mm`, cuBLAS
-with these very tiles, on Hopper alone) multiplies the FP8 numbers, adds 128 products, and multiplies their sum by the
-scales. The two differ as two orders of addition in fp32 do, as long as the kernel adds in fp32: Hopper's tensor cores
-add with fewer bits between cuBLAS's promotions. Torch's scaled product of groups has no such tiles, but one scale a
-row: so an expert's rows are a product of their own.
+takes more time and memory than the product in bf16. The other two multiply the FP8 numbers, add 128 products, and
+multiply their sum by the scales: our Triton kernels (`kernels/triton_fp8.py`, on Hopper and Blackwell), and torch's
+scaled product (`torch.nn.functional.scaled_mm`, cuBLAS with these very tiles, on Hopper alone), which has no groups
+with such tiles: an expert's rows are a product of their own. Numbers and scales in FP8 are the same bits in all forms.
+Products differ as two orders of addition in fp32 do, as long as the tensor cores add in fp32: Hopper's add the 128
+products with fewer bits.
 
 What is not finite stays so: a NaN or an infinity makes its whole tile NaN, and the step is not applied. A tile of zeros
 becomes zeros.
@@ -27,10 +28,11 @@ becomes zeros.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +40,9 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.moe.grouped_gemm import TransformerEngineProduct
-from megatron_moe.platform import env_vars
+from megatron_moe.kernels.choice import has_kernel, takes_kernels, why_no_triton
+from megatron_moe.moe.grouped_gemm import TransformerEngineProduct, main_grad_of, no_gradient
+from megatron_moe.platform import env_vars, hardware
 from megatron_moe.platform.numerics import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext
 
@@ -48,6 +51,21 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 # A smaller one would lose bits or be zero, and its numbers leave FP8's range.
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+@has_kernel("cut_into_tiles")
+def cut_into_tiles(values: Tensor, high: int, wide: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return numbers and scales of `Tiles.of`, whose arguments these are."""
+    exact = values.float()
+    if values.shape[-2] % high or values.shape[-1] % wide:
+        exact = F.pad(exact, (0, -values.shape[-1] % wide, 0, -values.shape[-2] % high))  # zeros change no maximum
+    tiles = exact.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high))
+    largest = tiles.abs().amax(dim=(-3, -1), keepdim=True)
+    # By a tensor: CUDA multiplies by the inverse of a number, which may be another scale.
+    scales = (largest / largest.new_full((), _LARGEST[dtype])).clamp_(min=_SMALLEST_SCALE)
+    # A quotient exceeds FP8's largest number by fp32's rounding at most, and is rounded back to it.
+    numbers = (tiles / scales).to(dtype).flatten(-2).flatten(-3, -2)
+    return numbers, scales.squeeze(-1).squeeze(-2)
 
 
 @dataclass(frozen=True)
@@ -74,15 +92,7 @@ class Tiles:
             dtype: `E4M3` or `E5M2`.
         """
         rows, columns = values.shape[-2:]
-        exact = values.float()
-        if rows % high or columns % wide:
-            exact = F.pad(exact, (0, -columns % wide, 0, -rows % high))  # zeros change no maximum
-        tiles = exact.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high))
-        largest = tiles.abs().amax(dim=(-3, -1), keepdim=True)
-        scales = (largest / _LARGEST[dtype]).clamp_(min=_SMALLEST_SCALE)
-        # A quotient exceeds FP8's largest number by fp32's rounding at most, and is rounded back to it.
-        numbers = (tiles / scales).to(dtype).flatten(-2).flatten(-3, -2)
-        return cls(numbers, scales.squeeze(-1).squeeze(-2), (rows, columns))
+        return cls(*cut_into_tiles(values, high, wide, dtype), (rows, columns))
 
     def exact(self) -> Tensor:
         """Return the numbers times their scales, [..., M, N] in fp32."""
@@ -134,9 +144,14 @@ class TokenTiles:
 
 
 class _Emulated:
-    """The three products by the emulation. Rows are [R, in], matrices [e, P, out, in], gradients [R, P x out]."""
+    """The three products by the emulation. Rows are [R, in], matrices [e, P, out, in], gradients [R, P x out].
 
-    def __init__(self, offsets: Tensor, num_rows: int) -> None:
+    Args:
+        offsets: see `GroupedLinear`. num_rows: R.
+        weights: what the matrices are views of.
+    """
+
+    def __init__(self, offsets: Tensor, num_rows: int, weights: Tensor) -> None:
         self.offsets, self.num_rows = offsets, num_rows
 
     def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
@@ -149,17 +164,90 @@ class _Emulated:
         tiles = rounded_to_fp8(grad.unflatten(1, matrices.shape[1:3]), 1, TILE, dtype).flatten(1)
         return self._product(tiles, rounded_to_fp8(matrices, TILE, TILE).flatten(1, 2)).to(grad.dtype)
 
-    def grad_matrices(self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return dW, [e, P, out, in]."""
+    def grad_matrices(
+        self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype, total: Tensor | None = None
+    ) -> Tensor:
+        """Return dW, [e, P, out, in]; or add it to `total`, [e, P x out, in] fp32, and return that."""
         tiles = TokenTiles.of(self.offsets, self.num_rows)
         left, right = tiles.rounded(grad, dtype).t(), tiles.rounded(rows)
         one = self.offsets.shape[0] == 1
         products = left @ right if one else F.grouped_mm(left, right, offs=self.offsets)
+        if total is not None:
+            return total.add_(products.view(total.shape))
         return products.view(shape).to(rows.dtype)
 
     def _product(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """Return each expert's rows times its matrix; torch's product of groups takes whole 16 bytes, `mm` any."""
         return rows @ matrices[0] if len(matrices) == 1 else F.grouped_mm(rows, matrices, offs=self.offsets)
+
+
+_kept: dict[tuple[int, bool], tuple[Tensor, tuple[Tensor, Tensor]]] | None = None
+"""Weights and their blocks, by the weight's id and whether they are turned; None: blocks are not kept."""
+
+
+@contextmanager
+def blocks_kept(kept: bool) -> Iterator[None]:
+    """Let Triton's kernels cut a weight into blocks once within the block, which changes none, if `kept`.
+
+    The micro-batches of a step share them: they take 2 bytes for each number of a weight, forward and backward, where
+    cutting them each time takes as long as a quarter of the product.
+    """
+    global _kept
+    _kept = {} if kept else None
+    try:
+        yield
+    finally:
+        _kept = None
+
+
+class _ByTriton:
+    """The three products by our kernels, which read the offsets on the device. Arguments are those of `_Emulated`."""
+
+    def __init__(self, offsets: Tensor, num_rows: int, weights: Tensor) -> None:
+        from megatron_moe.kernels import triton_fp8  # where there is Triton
+
+        self.offsets, self.weights, self.kernels = offsets, weights, triton_fp8
+        self._columns: tuple[Tensor, Any] | None = None
+
+    def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """See `_Emulated.results`."""
+        cut = self.kernels.cut_rows(rows.unsqueeze(1), E4M3)
+        return self.kernels.multiply(cut, self._blocks(matrices), self.offsets, tuple(matrices.shape[1:3]), rows.dtype)
+
+    def grad_rows(self, grad: Tensor, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `_Emulated.grad_rows`."""
+        rows = grad.unflatten(1, matrices.shape[1:3])
+        if self.weights.requires_grad:  # `grad_matrices` follows
+            columns, cut = self.kernels.cut_columns(rows, self.offsets, dtype, with_rows=True)
+            self._columns = grad, columns
+        else:
+            cut = self.kernels.cut_rows(rows, dtype)
+        blocks = self._blocks(matrices, turned=True)
+        return self.kernels.multiply(cut, blocks, self.offsets, (1, matrices.shape[3]), grad.dtype)
+
+    def grad_matrices(
+        self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype, total: Tensor | None = None
+    ) -> Tensor:
+        """See `_Emulated.grad_matrices`."""
+        found = total
+        if found is None:
+            found = rows.new_empty((self.offsets.shape[0], grad.shape[1], rows.shape[1]))
+        if self._columns is not None and self._columns[0] is grad:
+            left = self._columns[1]
+        else:
+            (left,) = self.kernels.cut_columns(grad.unsqueeze(1), self.offsets, dtype)
+        (right,) = self.kernels.cut_columns(rows.unsqueeze(1), self.offsets, E4M3)
+        self.kernels.multiply_columns(left, right, self.offsets, found, total is not None)
+        return found if total is not None else found.view(shape)
+
+    def _blocks(self, matrices: Tensor, turned: bool = False) -> tuple[Tensor, Tensor]:
+        # A graph cuts what its weights will be when it runs.
+        if _kept is None or hardware.is_captured(matrices) or not isinstance(self.weights, torch.nn.Parameter):
+            return self.kernels.cut_matrices(matrices, turned)
+        key = id(self.weights), turned
+        if key not in _kept:
+            _kept[key] = self.weights, self.kernels.cut_matrices(matrices, turned)
+        return _kept[key][1]
 
 
 class PaddedGroups:
@@ -201,10 +289,10 @@ class PaddedGroups:
 class _Scaled:
     """The three products by torch's scaled product, one for each expert with rows.
 
-    Shapes are those of `_Emulated`; the offsets are on the host.
+    Arguments are those of `_Emulated`; the offsets are on the host.
     """
 
-    def __init__(self, offsets: Tensor, num_rows: int) -> None:
+    def __init__(self, offsets: Tensor, num_rows: int, weights: Tensor) -> None:
         self.groups = PaddedGroups(offsets)
 
     def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
@@ -226,8 +314,11 @@ class _Scaled:
         left = Tiles(numbers, scales, (numbers.shape[0], numbers.shape[1]))
         return self.groups.taken(self._by_expert(left, turned, turned_scales, grad.dtype)[:, : matrices.shape[3]])
 
-    def grad_matrices(self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """See `_Emulated.grad_matrices`."""
+    def grad_matrices(
+        self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype, total: Tensor | None = None
+    ) -> Tensor:
+        """See `_Emulated.grad_matrices`; it adds to no `total`, see `fp8_products`."""
+        assert total is None
         left = Tiles.of(_wide_enough(self.groups.placed(grad)).t(), 1, TILE, dtype)
         right = Tiles.of(_wide_enough(self.groups.placed(rows)).t(), 1, TILE)
         found = rows.new_zeros((len(self.groups.spans), left.shape[0], right.shape[0]))
@@ -299,33 +390,39 @@ class _GroupedFp8(torch.autograd.Function):
 
     @staticmethod
     @unaffected_by_autocast
-    def forward(
-        ctx: AutogradContext, rows: Tensor, weights: Tensor, offsets: Tensor, gradients: torch.dtype, form: type[_Form]
-    ) -> Tensor:
+    def forward(ctx: AutogradContext, rows: Tensor, weights: Tensor, offsets: Tensor, product: Fp8Product) -> Tensor:
         ctx.save_for_backward(rows, weights, offsets)
-        ctx.gradients, ctx.form = gradients, form
+        ctx.product, ctx.parameter = product, weights
+        matrices = product.matrices_of(weights)
         if rows.shape[0] == 0:  # no token chose an expert of this rank; the kernels refuse empty operands
-            return rows.new_zeros((0, weights.shape[1] * weights.shape[2]))
-        return form(offsets, rows.shape[0]).results(rows, weights)
+            return rows.new_zeros((0, matrices.shape[1] * matrices.shape[2]))
+        return _FORMS[product.form](offsets, rows.shape[0], weights).results(rows, matrices)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     @unaffected_by_autocast
-    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weights, offsets = ctx.saved_tensors
         if rows.shape[0] == 0:
-            return torch.zeros_like(rows), torch.zeros_like(weights), None, None, None
-        products = ctx.form(offsets, rows.shape[0])
+            return torch.zeros_like(rows), torch.zeros_like(weights), None, None
+        product: Fp8Product = ctx.product
+        products = _FORMS[product.form](offsets, rows.shape[0], ctx.parameter)
         grad_rows = grad_weights = None
         if ctx.needs_input_grad[0]:
-            grad_rows = products.grad_rows(grad, weights, ctx.gradients)
+            grad_rows = products.grad_rows(grad, product.matrices_of(weights), product.gradients)
         if ctx.needs_input_grad[1]:
-            grad_weights = products.grad_matrices(grad, rows, weights.shape, ctx.gradients)
-        return grad_rows, grad_weights, None, None, None
+            total = main_grad_of(ctx.parameter) if product.fused else None
+            if total is not None:
+                total = total.view(offsets.shape[0], -1, total.shape[-1])
+            grad_weights = products.grad_matrices(grad, rows, weights.shape, product.gradients, total)
+            if total is not None:
+                grad_weights = no_gradient(weights)
+        return grad_rows, grad_weights, None, None
 
 
-_Form = _Emulated | _Scaled
-_FORMS: dict[str, type[_Form]] = {"emulated": _Emulated, "scaled": _Scaled}
+_WITH_KERNELS = (9, 10)  # Hopper, and Blackwell with tensor memory
+_Form = _Emulated | _ByTriton | _Scaled
+_FORMS: dict[str, type[_Form]] = {"emulated": _Emulated, "triton": _ByTriton, "scaled": _Scaled}
 GRADIENTS = {"e4m3": E4M3, "hybrid": E5M2}
 """--fp8-format -> the dtype of the outputs' gradients; rows and weights are in e4m3."""
 
@@ -337,50 +434,92 @@ class Fp8Product:
     Attributes:
         gradients: the FP8 dtype of the output's gradients; rows and weights are in e4m3.
         matrices: how many matrices of equal size an expert's [out, in] is made of.
-        form: "emulated", or "scaled", by torch's scaled product, which takes the offsets on the host.
+        form: "emulated", "triton", or "scaled", by torch's scaled product, which takes the offsets on the host.
+        fused: whether the weights' gradients are added to their fp32 sums unrounded; not by the scaled product.
     """
 
     gradients: torch.dtype
     matrices: int = 1
     form: str = "emulated"
+    fused: bool = False
 
     def __call__(self, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         """Return the products in the dtype of the rows; the arguments are those of `GroupedLinear`."""
-        matrices = weights.flatten(1, -2).unflatten(1, (self.matrices, -1))
-        return _GroupedFp8.apply(rows, matrices, offsets, self.gradients, _FORMS[self.form])
+        return _GroupedFp8.apply(rows, weights, offsets, self)
+
+    def matrices_of(self, weights: Tensor) -> Tensor:
+        """Return stacked weights [e, ..., in], or a layer's [out, in], as the matrices of experts, [e, P, out, in]."""
+        stack = weights.unsqueeze(0) if weights.dim() == 2 else weights.flatten(1, -2)
+        return stack.unflatten(1, (self.matrices, -1))
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x weight^T of a linear layer, [..., in] and [out, in] -> [..., out], as one expert with all rows."""
         rows = x.flatten(0, -2)
         device = "cpu" if self.form == "scaled" else x.device
         offsets = torch.full((1,), rows.shape[0], dtype=torch.int32, device=device)
-        return self(rows, weight.unsqueeze(0), offsets).unflatten(0, x.shape[:-1])
+        return self(rows, weight, offsets).unflatten(0, x.shape[:-1])
 
 
 def fp8_form() -> str:
-    """Return how products in FP8 are computed on this machine: "scaled" on Hopper, "emulated" elsewhere.
+    """Return how products in FP8 are computed on this machine: "triton" or "scaled" on GPUs that can, else "emulated".
 
-    MEGATRON_MOE_FP8 chooses one of them (`platform/env_vars.py`).
+    MEGATRON_MOE_FP8 chooses one of them (`platform/env_vars.py`). On another GPU it has to ask for the emulation.
 
     Raises:
-        ConfigError: the variable asks for the scaled product where there is none.
+        ConfigError: the variable asks for a form that is not here; or the device is a GPU that has none, and it does
+            not ask for the emulation.
     """
-    way, why = env_vars.chosen[env_vars.FP8], platform.why_no_fp8_products()
-    if way == "scaled" and why is not None:
-        raise ConfigError(f"{env_vars.FP8}=scaled: {why}; leave it unset, or set it to emulated")
-    return "emulated" if way == "emulated" or why is not None else "scaled"
+    way = env_vars.chosen[env_vars.FP8]
+    reasons = {"triton": why_not_by_triton(), "scaled": platform.why_no_fp8_products()}
+    if reasons.get(way) is not None:
+        raise ConfigError(f"{env_vars.FP8}={way}: {reasons[way]}; leave it unset, or set it to emulated")
+    if way != "auto":
+        return way
+    for form, why in reasons.items():
+        if why is None:
+            return form
+    if platform.has_streams():
+        raise ConfigError(
+            f"--fp8-format: {reasons['triton']}; drop the flag, or set {env_vars.FP8}=emulated, which shows what FP8 "
+            "does to the loss and is slower than bf16"
+        )
+    return "emulated"
 
 
-def fp8_products(fp8_format: str, form: str | None = None) -> tuple[Fp8Product, Fp8Product]:
+def why_not_by_triton() -> str | None:
+    """Return why Triton's kernels do not multiply in FP8 here; None where they do."""
+    if not platform.has_streams():
+        return "there is no CUDA device"
+    here = torch.empty(0, device=platform.device())
+    capability = hardware.capability(here)
+    if capability is not None and capability[0] not in _WITH_KERNELS:
+        return "the device's compute capability is {}.{}, and the kernels of FP8 are for 9.x and 10.x".format(
+            *capability
+        )
+    if takes_kernels(here):
+        return None
+    return why_no_triton() or f"{env_vars.KERNELS}={env_vars.chosen[env_vars.KERNELS]}: torch's operations compute"
+
+
+def fp8_products(fp8_format: str, form: str | None = None, fused: bool = False) -> tuple[Fp8Product, Fp8Product]:
     """Return the kernels of an expert's first product, of gate and up projection, and of its second one.
 
     Args:
         fp8_format: a value of `--fp8-format`.
         form: see `Fp8Product`; None: `fp8_form`.
+        fused: see `Fp8Product`.
+
+    Raises:
+        ConfigError: the scaled product is to add to sums.
     """
     form = form or fp8_form()
+    if fused and form == "scaled":
+        raise ConfigError(
+            f"--gradient-accumulation-fusion, --fp8-format {fp8_format}: torch's scaled product rounds what it adds; "
+            f"drop the flag, or leave {env_vars.FP8} unset where there is Triton"
+        )
     gradients = GRADIENTS[fp8_format]
-    return Fp8Product(gradients, 2, form), Fp8Product(gradients, 1, form)
+    return Fp8Product(gradients, 2, form, fused), Fp8Product(gradients, 1, form, fused)
 
 
 class TransformerEngineFp8(TransformerEngineProduct):

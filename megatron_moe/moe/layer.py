@@ -24,6 +24,7 @@ from megatron_moe.engine.layers import (
 )
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.moe.dispatch import ExpertInput, build_layer_dispatcher
+from megatron_moe.moe.dispatch_by_node import alltoall_dispatcher
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.flex import flex_dispatcher
 from megatron_moe.moe.grouped_gemm import DelayedWgrad, TransformerEngineProduct, gate_product, grouped_linear_loop
@@ -39,7 +40,7 @@ from megatron_moe.precision.contract import PrecisionError, mixes_dtypes
 def _grouped_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
     if options.fp8_format is None:
         return GroupedExperts(config, options, groups)
-    gate_up, down = fp8_products(options.fp8_format)
+    gate_up, down = fp8_products(options.fp8_format, fused=bool(options.fuse_weight_gradients))
     return GroupedExperts(config, options, groups, down, down.form == "scaled", gate_up)
 
 
@@ -52,6 +53,7 @@ def _te_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroups) ->
 EXPERT_BACKENDS.register("grouped_mm", _grouped_experts)
 EXPERT_BACKENDS.register("loop", partial(GroupedExperts, kernel=grouped_linear_loop, offsets_on_host=True))
 EXPERT_BACKENDS.register("te", _te_experts)
+DISPATCHERS.register("alltoall", alltoall_dispatcher)
 DISPATCHERS.register("flex", flex_dispatcher)
 
 

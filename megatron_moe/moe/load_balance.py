@@ -179,8 +179,8 @@ class GlobalBatch:
 class StepTokens:
     """The tokens that a router was given since the last committed or abandoned step, and their global batch.
 
-    num_tokens: on this rank, padding included; known on the host, which counts no replay of a captured graph: what the
-    router was given is `TopKRouter.local_num_tokens`. global_batch: None until a step announces it.
+    num_tokens: on this rank, padding included; counted on the host, for a replay of a captured graph by what replays it
+    (`engine/cuda_graphs.py`). global_batch: None until a step announces it.
     """
 
     def __init__(self) -> None:
@@ -207,28 +207,50 @@ class AuxLosses:
 
     totals: this rank's share of each loss's sum over tokens, fp64, by name. Without an announced global batch the
     losses are weighed as in Megatron-LM: each micro-batch alike, or each token where the loss is per token.
+
+    All tensors stay where they are from step to step, and are filled in place: a captured graph reads and adds there.
     """
 
     def __init__(self, options: MoEOptions, groups: MoEGroups) -> None:
         self.options, self.groups = options, groups
         self.sums_to_one = SCORE_FUNCTIONS[options.score_function].sums_to_one
         self.totals: dict[str, Tensor] = {}
+        self._weight: Tensor | None = None  # fp64, of the announced global batch; None: no batch was ever announced
+        self._ahead: Tensor | None = None  # [1, E] int64, the announced choices
         self._counted: Tensor | None = None  # [1, E]: global_aux_loss without counts ahead
+        self._announced = self._counted_ahead = False
         self._terms = [*options.aux_losses]
         if options.z_loss_coeff:
             self._terms.append(("z_loss", options.z_loss_coeff))
 
     def reset(self) -> None:
-        """Reset the sums, after a step was committed or abandoned."""
-        self.totals = {}
-        self._counted = None
+        """Reset the sums and forget the global batch, after a step was committed or abandoned."""
+        for total in self.totals.values():
+            total.zero_()
+        if self._counted is not None:
+            self._counted.zero_()
+        self._announced = self._counted_ahead = False
 
-    def attach(self, routed: RoutedTokens, requested: Tensor, global_batch: GlobalBatch | None) -> RoutingDecision:
+    def announce(self, global_batch: GlobalBatch, device: torch.device) -> None:
+        """Weigh the losses of the coming passes by a global batch, until they are reset."""
+        weight, ahead = global_batch.loss_weight, global_batch.tokens_per_expert
+        if self._weight is None:
+            self._weight = torch.zeros((), dtype=torch.float64, device=device)
+        if isinstance(weight, Tensor):
+            self._weight.copy_(weight)
+        else:
+            self._weight.fill_(weight)
+        if ahead is not None:
+            if self._ahead is None:
+                self._ahead = torch.zeros_like(ahead).unsqueeze(0)
+            self._ahead.copy_(ahead)
+        self._announced, self._counted_ahead = True, ahead is not None
+
+    def attach(self, routed: RoutedTokens, requested: Tensor) -> RoutingDecision:
         """Attach the losses' gradients to the graph at the probs, with the scale that the engine's schedule sets.
 
         Args:
             requested: [B, E] int64, this rank's choices per sequence and expert, dropped ones included.
-            global_batch: the batch that the step has announced; None if it has not.
         """
         is_padding = routed.micro_batch.is_padding
         counts = all_reduce_sum(requested, self.groups.tp_cp)
@@ -238,9 +260,8 @@ class AuxLosses:
         if is_padding is not None:
             scores = scores.masked_fill(is_padding.unsqueeze(-1), 0.0)
         weight: float | Tensor
-        if global_batch is not None:
-            weight = global_batch.loss_weight
-            weight = weight.to(scores.dtype) if isinstance(weight, Tensor) else weight
+        if self._announced and self._weight is not None:
+            weight = self._weight.to(scores.dtype)
         elif self.options.per_token_loss:
             weight = 1.0
         else:
@@ -261,26 +282,28 @@ class AuxLosses:
                     scores, ids, of_batch.documents, of_batch.num_sequences, self.groups.tp_cp
                 )
             else:
-                value = balance_share(scores, self._counts_of_sets(name, counts, global_batch))
-            previous = self.totals.get(name)
-            now = value.detach().double()
-            self.totals[name] = now if previous is None else previous + now
+                value = balance_share(scores, self._counts_of_sets(name, counts))
+            if name not in self.totals:
+                self.totals[name] = torch.zeros((), dtype=torch.float64, device=value.device)
+            self.totals[name] += value.detach().double()
             probs = _Attached.apply(probs, value * coeff * weight)
         return routed.decision._replace(probs=probs)
 
-    def _counts_of_sets(self, name: str, counts: Tensor, announced: GlobalBatch | None) -> Tensor:
+    def _counts_of_sets(self, name: str, counts: Tensor) -> Tensor:
         """Return the choices [sets, E] of the sets of a loss, from those [B, E] of the micro-batch's sequences."""
         if name == "seq_aux_loss":
             return counts
         of_micro_batch = counts.sum(dim=0, keepdim=True)
         if name == "aux_loss":
             return of_micro_batch
-        if announced is not None and announced.tokens_per_expert is not None:
-            return announced.tokens_per_expert.unsqueeze(0)
+        if self._counted_ahead and self._ahead is not None:
+            return self._ahead
         # Without counts ahead, the part of the global batch that was seen so far, which is all of it if there is one
         # micro-batch. All TP x CP ranks of a micro-batch bring its counts: of every expert equally many times too much.
         now = all_reduce_sum(of_micro_batch, self.groups.tp_dp_cp)
-        self._counted = now if self._counted is None else self._counted + now
+        if self._counted is None:
+            self._counted = torch.zeros_like(now)
+        self._counted += now
         return self._counted
 
 

@@ -148,6 +148,8 @@ def _common(moe: MoEConfig | EngineConfig, norm_topk_prob: bool, recomputed: Col
     coeffs = [coeffs] * len(kinds) if isinstance(coeffs, (int, float)) else coeffs
     losses = tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and coeff)
     settings: dict[str, Any] = {}  # what the dispatcher's entry takes besides sizes and groups
+    if getattr(moe, "moe_alltoall_by_node", False):
+        settings = {"by_node": True}
     if moe.moe_token_dispatcher_type == "flex":
         library = moe.moe_flex_dispatcher_backend
         own = {"deepep": moe.moe_deepep_num_sms, "hybridep": moe.moe_hybridep_num_sms}

@@ -46,8 +46,9 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             choices that were dispatched.
         local_dropped_per_expert: [E], the choices that were beyond the experts' capacity; None without a capacity.
 
-    local_num_tokens is an int64 [1], the tokens without padding that were counted. All counts are on the device and are
-    added to by operations on the device alone, so that a captured graph of the layer counts at each replay.
+    local_num_tokens is an int64 [1], the tokens without padding that were counted. These counts and the sums of the
+    auxiliary losses are on the device, in memory that stays where it is, so that a captured graph adds at each replay;
+    the limit of `step` is checked on the host, by `count_replay`. Observers are not called by a replay.
 
     The weight is [E, H] in the model's dtype; the gate's product and everything after it is in fp32 (or fp64).
     Under sequence parallelism each TP rank routes its own tokens, and the engine sums the weight's gradients.
@@ -64,6 +65,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
     Attributes:
         step: the tokens since the last step, and the global batch that they belong to.
         aux_losses: the auxiliary losses since the last step; None where there are none.
+        observers: see `observed_by`.
     """
 
     fp32_state = ("expert_bias", "local_tokens_per_expert", "local_dropped_per_expert")
@@ -100,7 +102,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         if options.aux_losses or options.z_loss_coeff:
             self.aux_losses = AuxLosses(options, self.groups)
         self.step = StepTokens()
-        self._observers: list[Observer] = []
+        self.observers: list[Observer] = []
 
     def set_layer_number(self, layer_number: int) -> None:
         """Remember the global, one-based number of the layer; called by the engine."""
@@ -119,11 +121,15 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             if routed.counted or every_pass:
                 see(router, routed)
 
-        self._observers.append(observer)
+        self.observers.append(observer)
         try:
             yield
         finally:
-            self._observers.remove(observer)
+            self.observers.remove(observer)
+
+    def count_replay(self, hidden: Tensor) -> None:
+        """Count on the host what a replay of a captured graph does with hidden [..., H]; see `StepTokens.add`."""
+        self.step.add(hidden.numel() // hidden.shape[-1], where=f"layer {self.layer_number}")
 
     def gate(self, hidden: Tensor) -> Tensor:
         """Return the router logits [T, E] in the router's dtype, from [T, H] in the model's."""
@@ -175,7 +181,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             is_padding = padding_mask.reshape(-1).bool()
         num_sequences = num_sequences or (hidden.shape[1] if hidden.dim() == 3 else 1)
         micro_batch = MicroBatch(is_padding, num_sequences, self.training, documents)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
+        hidden = hidden.flatten(0, -2)
         with without_autocast(hidden.device.type):
             hidden = self.perturb(hidden, self.training)
             logits = self.gate(hidden)
@@ -184,7 +190,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             decision = self.limit(decision, micro_batch)
             counted = self.training and torch.is_grad_enabled()
             routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)
-            for see in self._observers:
+            for see in self.observers:
                 see(self, routed)
             if counted:
                 decision = self._balance(routed)
@@ -226,9 +232,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             self.local_tokens_per_expert += kept.to(torch.float32)
             self.local_dropped_per_expert += (requested_by_expert - kept).to(torch.float32)
             self.local_num_tokens += decision.expert_ids.shape[0] if is_padding is None else (~is_padding).sum()
-        return (
-            decision if self.aux_losses is None else self.aux_losses.attach(routed, requested, self.step.global_batch)
-        )
+        return decision if self.aux_losses is None else self.aux_losses.attach(routed, requested)
 
 
 class Jitter:
@@ -271,7 +275,10 @@ def announce_global_batch(
         counted: what `counting_ahead` yielded; None if nothing was counted ahead.
     """
     for index, router in enumerate(routers(model_chunks)):
-        router.step.global_batch = replace(global_batch, tokens_per_expert=None if counted is None else counted[index])
+        announced = replace(global_batch, tokens_per_expert=None if counted is None else counted[index])
+        router.step.global_batch = announced
+        if router.aux_losses is not None:
+            router.aux_losses.announce(announced, router.weight.device)
 
 
 @contextmanager

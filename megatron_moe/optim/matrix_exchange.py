@@ -29,20 +29,6 @@ Part = Callable[[Tensor], Tensor]
 """Returns a part of a contiguous tensor, in the same memory."""
 
 
-class OwnedPart(NamedTuple):
-    """A range of a weight along an axis, or of all its elements in their order where the axis is None."""
-
-    axis: int | None
-    begin: int
-    end: int
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the part of a contiguous tensor of the weight's shape, in the same memory."""
-        if self.axis is None:
-            return tensor.view(-1)[self.begin : self.end]
-        return tensor.narrow(self.axis, self.begin, self.end - self.begin)
-
-
 @dataclass(frozen=True, eq=False)
 class MatrixBlock:
     """A part of a weight that is brought together.

@@ -26,9 +26,10 @@ from torch import Tensor
 
 from megatron_moe.config.run_flags import OptimizerConfig
 from megatron_moe.engine.adam import Adam
+from megatron_moe.engine.optimizer import OwnedPart
 from megatron_moe.model.matrices import MatrixLayout, flops_of_block, sizes_of
 from megatron_moe.optim.adam import MOMENTS, PrecisionAwareAdam, adam_update, pieces, rounding_at
-from megatron_moe.optim.matrix_exchange import MatrixBlock, MatrixExchange, OwnedPart, Part
+from megatron_moe.optim.matrix_exchange import MatrixBlock, MatrixExchange, Part
 from megatron_moe.platform.cpu_half_gemm import multiply_in_fp32
 from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.precision.contract import mixes_dtypes

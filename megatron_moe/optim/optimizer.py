@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import sharded
@@ -24,13 +23,12 @@ from megatron_moe.checkpoint.state import metadata, unwrapped
 from megatron_moe.config.schema import Run
 from megatron_moe.engine import optimizer as engine
 from megatron_moe.engine.adam import Adam
-from megatron_moe.engine.fully_shard import own_range
+from megatron_moe.engine.optimizer import named_main_params, owned_part
 from megatron_moe.model.engine_config import optimizer_config
 from megatron_moe.model.fully_sharded import shard_of
 from megatron_moe.model.matrices import mark_matrices
 from megatron_moe.optim import param_groups
 from megatron_moe.optim.adam import AdamWithMomentsOnHost, PrecisionAwareAdam
-from megatron_moe.optim.matrix_exchange import OwnedPart
 from megatron_moe.optim.muon import MatrixWeight, Muon, Orthogonalizer, PackedMuon
 from megatron_moe.optim.param_groups import Schedule
 from megatron_moe.optim.qk_clip import QKClip, clipped_weights
@@ -211,17 +209,6 @@ class _Shards:
                 yield name, shard
 
 
-def owned_part(optimizer: EngineOptimizer, parameter: torch.nn.Parameter) -> OwnedPart:
-    """Return the part of a parameter whose reduced gradient this rank has, and which it updates.
-
-    It is the whole parameter; with a distributed optimizer or in a fully sharded model it is the rank's shard, which
-    may be empty.
-    """
-    if isinstance(parameter, DTensor):
-        return OwnedPart(*own_range(parameter))
-    return OwnedPart(None, *engine.owned_elements(optimizer, parameter))
-
-
 class SharedLossScale:
     """One fp16 loss scale for all chained optimizers, updated once a step by what all ranks agreed on.
 
@@ -302,25 +289,6 @@ def main_param(optimizer: EngineOptimizer, main: Tensor) -> Tensor:
     """Return the fp32 values of a main param, which may be packed with the model's weight."""
     adam = packing_adam(optimizer, main)
     return main if adam is None else adam.main_param(main)
-
-
-def named_main_params(
-    model: Sequence[torch.nn.Module], optimizer: EngineOptimizer
-) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """Yield each main param that this rank updates with its model parameter; see `main_param` for its values."""
-    owners: dict[int, torch.nn.Parameter] = {}
-    for chunk in model:
-        for parameter in chunk.parameters():
-            # An fp32 parameter is its own main; under the distributed optimizer a rank has mains of its shard only.
-            main = getattr(parameter, "main_param", None)
-            owners[id(parameter if main is None else main)] = parameter
-    for part in engine.parts(optimizer):
-        if part.is_stub_optimizer:
-            continue
-        for shard, parameter in engine.fp32_shards(part):
-            owners[id(shard)] = parameter
-        for main in part.get_parameters():
-            yield owners[id(main)], main
 
 
 def optimizer_state(optimizer: EngineOptimizer) -> dict[Tensor, Any]:

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.optimizer import OwnedPart
 from megatron_moe.engine.schedules import get_model_config
 from megatron_moe.model.attention import MeasuredCoreAttention, measured_attentions
 from megatron_moe.model.mla import LatentAttention
-from megatron_moe.optim.matrix_exchange import OwnedPart
 from megatron_moe.platform.protocols import ProcessGroups
 
 

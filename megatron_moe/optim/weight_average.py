@@ -13,9 +13,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from megatron_moe.engine.optimizer import OwnedPart, named_main_params, owned_part
 from megatron_moe.optim.adam import PrecisionAwareAdam
-from megatron_moe.optim.matrix_exchange import OwnedPart
-from megatron_moe.optim.optimizer import named_main_params, optimizer_state, owned_part, packing_adam
+from megatron_moe.optim.optimizer import optimizer_state, packing_adam
 from megatron_moe.platform import host_memory
 from megatron_moe.platform.protocols import EngineOptimizer
 

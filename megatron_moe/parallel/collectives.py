@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 from megatron_moe.platform.protocols import AutogradContext
 
 
-def _exchange(rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
+def exchange_rows(rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:
+    """Return what `all_to_all_rows` returns, outside of the graph."""
     received = rows.new_empty((sum(recv_splits), *rows.shape[1:]))
     dist.all_to_all_single(received, rows.contiguous(), recv_splits, send_splits, group=group)
     return received
@@ -27,12 +28,12 @@ class _AllToAllRows(torch.autograd.Function):
         ctx: AutogradContext, rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup
     ) -> Tensor:
         ctx.splits, ctx.group = (send_splits, recv_splits), group
-        return _exchange(rows, send_splits, recv_splits, group)
+        return exchange_rows(rows, send_splits, recv_splits, group)
 
     @staticmethod
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
         send_splits, recv_splits = ctx.splits
-        return _exchange(grad, recv_splits, send_splits, ctx.group), None, None, None
+        return exchange_rows(grad, recv_splits, send_splits, ctx.group), None, None, None
 
 
 def all_to_all_rows(rows: Tensor, send_splits: list[int], recv_splits: list[int], group: ProcessGroup) -> Tensor:

@@ -107,9 +107,10 @@ def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroups:
             if backend == "nccl":
                 prepare_nccl(timeout, fault_folder)
             _init_distributed(backend, timeout)
+        _make_host_group(collective_timeout(run, dist.get_backend()))
         # Ranks that were not given the same flags would hang in collectives, or mix fp16 with bf16.
         runs: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(runs, flatten(run))
+        dist.all_gather_object(runs, flatten(run), group=host_group())
         for rank, other in enumerate(runs):
             differing = [name for name in other if other[name] != runs[0][name]]
             if differing:
@@ -119,7 +120,8 @@ def initialize(run: Run, fault_folder: Path | None = None) -> ProcessGroups:
                 )
                 raise ConfigError(f"all ranks need the same flags: {shown}; start every node with the same command")
         built = _build(run)
-        _connections.update(_sockets().keys() - sockets_before)
+        if dist.get_backend() == "gloo":
+            _connections.update(_sockets().keys() - sockets_before)
         return built
     except BaseException:
         numerics.restore()
@@ -135,10 +137,13 @@ def collective_timeout(run: Run, backend: str) -> timedelta:
     return timeout + NCCL_BEHIND_WATCHDOG if backend == "nccl" and run.faults.watchdog else timeout
 
 
-def fake_world(run: Run, rank: int, world_size: int) -> ProcessGroups:
+def fake_world(run: Run, rank: int, world_size: int, machine: int | None = None) -> ProcessGroups:
     """Build the groups of rank `rank` of `world_size` in this process alone, to lay out a run without running it.
 
     Collectives over these groups return immediately and move nothing. `destroy` removes the groups.
+
+    Args:
+        machine: what `ranks_of_machine` returns until then; None: what the launcher says.
 
     Raises:
         RuntimeError: there is a default process group already.
@@ -146,6 +151,8 @@ def fake_world(run: Run, rank: int, world_size: int) -> ProcessGroups:
     if dist.is_initialized():
         raise RuntimeError("a fake world needs a process that is in no process group")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    if machine is not None:
+        pretend_machines(machine)
     with groups_of_one_rank(rank):
         return _build(run)
 
@@ -165,6 +172,33 @@ def _build(run: Run) -> ProcessGroups:
         create_gloo_process_groups=False,
     )
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+_host_groups: list[dist.ProcessGroup] = []
+
+
+def host_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks for what is in host memory: gloo's, where the ranks' own group is NCCL's."""
+    return _host_groups[0] if _host_groups else dist.group.WORLD
+
+
+def _make_host_group(timeout: timedelta) -> None:
+    """Make the group of `host_group`. Collective.
+
+    Raises:
+        MachineError: the ranks cannot reach one another by the network interface that gloo chose.
+    """
+    if dist.get_backend() != "nccl" or _host_groups:
+        return
+    sockets_before = _sockets().keys()
+    try:
+        _host_groups.append(dist.new_group(backend="gloo", timeout=timeout))
+    except RuntimeError as error:
+        raise MachineError(
+            f"gloo, by which the ranks exchange what is in host memory, does not connect them: {error}; set "
+            "GLOO_SOCKET_IFNAME to the network interface that all nodes share"
+        ) from error
+    _connections.update(_sockets().keys() - sockets_before)
 
 
 def _ranks_with_tables(run: Run, ranks: Sequence[int], *_: Any) -> list[int]:
@@ -196,13 +230,24 @@ _parts: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     if ranks not in _parts:
+        before = _sockets().keys()
         _parts[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        _connections.update(_sockets().keys() - before)
     return _parts[ranks]
+
+
+_pretended: int | None = None
+
+
+def pretend_machines(ranks: int) -> None:
+    """Have `ranks_of_machine` return this number until `destroy`, also where one machine has all ranks."""
+    global _pretended
+    _pretended = ranks
 
 
 def ranks_of_machine() -> int:
     """Return how many ranks the launcher has started on this machine; all, where it does not say."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return _pretended or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
 def neighbours(ranks: Sequence[int], machine: int) -> int:
@@ -267,7 +312,6 @@ def abort_collectives() -> None:
     if dist.get_backend() == "nccl":
         for group in list(c10d._world.pg_map):
             group.abort()
-        return
     store_port = int(os.environ.get("MASTER_PORT", "0"))
     for name, descriptor in _sockets().items():
         if name in _connections:
@@ -277,7 +321,7 @@ def abort_collectives() -> None:
 
 
 _connections: set[str] = set()
-"""Names of the sockets that were opened while groups were built."""
+"""Names of the sockets that were opened while gloo's groups were built."""
 
 
 def _sockets() -> dict[str, int]:
@@ -297,8 +341,11 @@ def destroy(abort: bool = False) -> None:
         abort: whether to abort collectives that are still waiting for other ranks. Needed after an error, when the
             others may be gone: NCCL would wait for them, gloo does not.
     """
+    global _pretended
     numerics.restore()
+    _pretended = None
     _parts.clear()
+    _host_groups.clear()
     _connections.clear()
     if not dist.is_initialized():
         return
@@ -322,6 +369,9 @@ def _init_distributed(backend: str, timeout: timedelta) -> None:
     """Create the default process group."""
     global _meetings
     if backend == "nccl":
+        # Without `device_id`, as in Megatron-LM. With it each `new_group` splits the world's communicator at once, for
+        # which every rank has to come: thousands of times in a large layout, and never for groups that their members
+        # make alone (`_group_of`), which would hang. A pipeline's sends and receives would share one communicator.
         torch.cuda.set_device(platform.device())
     if "WORLD_SIZE" in os.environ:
         with _watched_rendezvous():

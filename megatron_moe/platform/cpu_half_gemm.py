@@ -121,6 +121,8 @@ def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     Returns:
         [R, N] or [e, N, K], in the dtype of both operands, rounded once.
     """
+    if not hardware.on_cpu(left):
+        return F.grouped_mm(left, right, offs=offsets)
     in_fp32 = multiply_in_fp32(left)
     if not multiplies_group_by_group(left):
         if in_fp32:
@@ -155,9 +157,10 @@ def multiplies_group_by_group(operand: Tensor) -> bool:
     A compiler, an audit, a plan or a count of what the host waits for looks at operations one by one, and at torch's
     form, as with the kernels in C.
     """
+    if operand.dtype not in _INSTRUCTIONS or operand.is_meta or not hardware.on_cpu(operand):
+        return False
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-    watched = torch.compiler.is_compiling() or modes
-    return not watched and not operand.is_meta and operand.dtype in _INSTRUCTIONS and hardware.on_cpu(operand)
+    return not modes and not torch.compiler.is_compiling()
 
 
 def products_over_rows(left: Tensor, right: Tensor, offsets: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.platform import host
 
 HALF_PRODUCTS = "MEGATRON_MOE_CPU_HALF_PRODUCTS"
 """How a CPU multiplies bf16 and fp16; "auto" depends on the processor: see `cpu_half_gemm.py`."""
@@ -19,7 +23,7 @@ _VALUES = {
     HALF_PRODUCTS: ("auto", "native", "fp32"),
     KERNELS: ("auto", "triton", "torch"),
     CPU_KERNELS: ("auto", "c", "torch"),
-    FP8: ("auto", "scaled", "emulated"),
+    FP8: ("auto", "triton", "scaled", "emulated"),
 }
 
 chosen = dict.fromkeys(_VALUES, "auto")
@@ -69,3 +73,43 @@ def check() -> None:
                 print(f"megatron_moe: error: {message}", file=sys.stderr, flush=True)
             raise SystemExit(2)
         chosen[name] = value
+
+
+# ---- What triton and CUDA's allocator read, where there may be a GPU and the user has set nothing.
+
+_TRITON_FOLDERS = ("TRITON_CACHE_DIR", "TRITON_HOME")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Names of the setting of CUDA's allocator, the newest first."""
+
+
+def keep_kernels_on_this_node() -> None:
+    """Let triton keep compiled kernels in this user's folder of the node's temporary files.
+
+    Its own place is the home folder. A container's unknown user has /, which cannot be written, and a home that nodes
+    share would be written by all ranks. Inductor's place is among the temporary files already.
+
+    The package calls this when it is imported: triton reads the variable at its first kernel.
+    """
+    if host.cannot_have_a_gpu(os.environ) or any(name in os.environ for name in _TRITON_FOLDERS):
+        return
+    folder = Path(tempfile.gettempdir()) / f"megatron_moe_{os.getuid()}"
+    with suppress(OSError):  # no folder for temporary files: triton says what it cannot write
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        # Not one that another user could write: what is in it is run.
+        if found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            os.environ[_TRITON_FOLDERS[0]] = str(folder / "triton")
+
+
+def let_segments_grow() -> None:
+    """Let CUDA's allocator grow its segments, for dropless layers ask for other sizes in every micro-batch.
+
+    Segments of fixed sizes would be fragmented after some hours. To be called before torch is loaded.
+    """
+    if not host.cannot_have_a_gpu(os.environ) and allocator_setting() is None:
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def allocator_setting() -> str | None:
+    """Return the setting of CUDA's allocator in this environment, as NAME=VALUE; None: there is none."""
+    return next((f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ), None)

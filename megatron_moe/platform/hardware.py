@@ -79,7 +79,7 @@ def has_streams() -> bool:
 
 def on_cpu(tensor: Tensor) -> bool:
     """Return whether a CPU works on this tensor: it is there, or on the meta device without a CUDA device."""
-    return tensor.device.type == "cpu" or (tensor.is_meta and not has_cuda())
+    return tensor.is_cpu or (tensor.is_meta and not has_cuda())
 
 
 def local_rank() -> int:
@@ -217,6 +217,16 @@ def available_memory_bytes() -> int:
     return host.available_bytes()
 
 
+def capability(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the compute capability of the GPU that has a tensor; None for another device."""
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else None
+
+
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Return whether what is done with a tensor is being captured in a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 _FP8_CAPABILITY, _FP8_CUDA = 9, (12, 9)
 
 
@@ -234,6 +244,18 @@ def why_no_fp8_products() -> str | None:
     if tuple(int(part) for part in version.split(".")[:2]) < _FP8_CUDA:
         return f"this torch was built for CUDA {version}, and cuBLAS has FP8 in tiles of 128 from CUDA 12.9 on"
     return None
+
+
+_GROUPED_MAJORS = (9, 10)
+
+
+def has_grouped_kernel(dtype: torch.dtype) -> bool:
+    """Return whether torch's grouped product of this dtype is one kernel on this process's CUDA device.
+
+    Elsewhere, as on compute capability 8.x and 12.x (`_grouped_mm_cuda` of torch 2.9 to 2.13), it is a product for each
+    group after a copy of the offsets to the host, which waits for them.
+    """
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device())[0] in _GROUPED_MAJORS
 
 
 # ---- A CUDA stream next to the current one, for work that needs few results of others and hides behind their messages.

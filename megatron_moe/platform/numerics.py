@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -223,19 +223,17 @@ def full_products() -> Iterator[None]:
         _PRODUCTS.write(value)
 
 
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
 def is_autocast_on(device_type: str) -> bool:
     """Return whether operations on this type of device ("cpu", "cuda") are under autocast now; "meta" is not."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
-@contextmanager
-def without_autocast(device_type: str) -> Iterator[None]:
-    """Run the block with autocast off for this type of device, and restore it afterwards."""
-    if not is_autocast_on(device_type):
-        yield
-        return
-    with torch.autocast(device_type, enabled=False):
-        yield
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a block with autocast off for this type of device."""
+    return torch.autocast(device_type, enabled=False) if is_autocast_on(device_type) else nullcontext()
 
 
 def unaffected_by_autocast(function: _Function) -> _Function:
@@ -247,7 +245,10 @@ def unaffected_by_autocast(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def run(ctx: AutogradContext, *args: Any) -> Any:
-        device_type = next(value.device.type for value in args if isinstance(value, Tensor))
+        for value in args:
+            if isinstance(value, Tensor):
+                break
+        device_type = value.device.type
         if not is_autocast_on(device_type):
             return function(ctx, *args)
         with without_autocast(device_type):

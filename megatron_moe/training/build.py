@@ -26,6 +26,7 @@ from megatron_moe.hf.importing import fill
 from megatron_moe.io.program import say
 from megatron_moe.kernels import choice
 from megatron_moe.model.build import build_model
+from megatron_moe.model.cuda_graphs import replay_graphs
 from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
 from megatron_moe.optim.weight_average import WeightAverage
 from megatron_moe.parallel import groups
@@ -95,9 +96,7 @@ def build_trainer(
     progress, source = built.loaded.progress, planned.start_from.source
     # Each split with as many samples as the run will read.
     steps_left = max((run.training.train_iters or 0) - progress.iteration, 0)
-    trained_on = planned.schedule.samples_after(steps_left, progress.consumed_samples)
-    if run.training.skip_train:
-        trained_on = 0
+    trained_on = 0 if run.training.skip_train else planned.schedule.samples_after(steps_left, progress.consumed_samples)
     evaluated = run.training.eval_iters * planned.schedule.final
     tested = evaluated if evaluates_test_split(run) else 0
     splits = Splits(
@@ -158,6 +157,7 @@ def build_trainer(
         saved=saved,
         evaluation_pending=evaluation_pending,
         records=deque(resumed.get("records", []), maxlen=RECORDS_KEPT),
+        graphs=replay_graphs(run, built.trained.model),
     )
     folder = fault_folder(run)
     if ranks.watchdog is not None:

@@ -81,6 +81,7 @@ def run_step(
             probe=step.probe,
             before_update=before_update,
             zeros_counted=step.counts_zeros,
+            graphs=trainer.graphs,
         )
     trainer.count(result)
     trainer.at(f"iteration {step.iteration}, counted", limited=False)  # what follows may take long

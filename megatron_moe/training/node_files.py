@@ -26,7 +26,7 @@ from megatron_moe.config.launch import local_world_size
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import cache_folder, read_sources
 from megatron_moe.data.index_file import sidecar_path
-from megatron_moe.parallel.groups import RankFacts
+from megatron_moe.parallel.groups import RankFacts, host_group
 from megatron_moe.training.plan import RunPlan
 
 _BLOCK = 64 << 20
@@ -165,7 +165,7 @@ def blind_ranks(folder: Path, rank: int) -> list[int]:
         parent = next(path for path in (folder, *folder.parents) if path.is_dir())
         chosen = [parent / f".shared-{uuid.uuid4().hex}"]
         chosen[0].touch()
-    dist.broadcast_object_list(chosen, src=0)
+    dist.broadcast_object_list(chosen, src=0, group=host_group())
     file, deadline = chosen[0], time.monotonic() + _SECONDS_TO_APPEAR
     while not (seen := file.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -92,6 +92,23 @@ class RunPlan:
         return [*found, *self.data_notes, *self.missing]
 
 
+def _require_whole_nodes(run: Run, ranks_here: int | None) -> None:
+    """Refuse `--moe-alltoall-by-node` where the EP ranks, which are neighbours, are not those of several nodes."""
+    ranks = run.parallel.expert_model_parallel_size
+    if ranks_here is None:
+        raise ConfigError(
+            "--moe-alltoall-by-node: LOCAL_WORLD_SIZE is missing, and with it which ranks share a node; start the ranks"
+            " with torchrun, or drop the flag"
+        )
+    if ranks <= ranks_here or ranks % ranks_here:
+        why = "no token leaves its node" if ranks <= ranks_here else "nodes would have unequally many of them"
+        raise ConfigError(
+            f"--moe-alltoall-by-node, --expert-model-parallel-size {ranks}: with {ranks_here} ranks on a node "
+            f"(LOCAL_WORLD_SIZE) {why}; use an --expert-model-parallel-size of {2 * ranks_here} or another multiple of "
+            f"{ranks_here}, or drop the flag"
+        )
+
+
 def check_start(run: Run, world_size: int, ranks_here: int | None) -> None:
     """Check what a run needs of this machine and of its files, without torch and without reading whole files.
 
@@ -105,6 +122,8 @@ def check_start(run: Run, world_size: int, ranks_here: int | None) -> None:
         raise ConfigError(
             "--distributed-backend nccl: needs a CUDA device and this machine has none; leave the flag out or use gloo"
         )
+    if run.moe.moe_alltoall_by_node:
+        _require_whole_nodes(run, ranks_here)
     require_profiler(run, has_gpu=not host.cannot_have_a_gpu(os.environ))
     if run.logging.metrics_file is not None:
         require_metrics(Path(run.logging.metrics_file))

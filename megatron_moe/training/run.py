@@ -22,6 +22,7 @@ from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.program import StoppedEarly, say
 from megatron_moe.kernels import choice
 from megatron_moe.model.generate import generate
+from megatron_moe.moe.grouped_gemm_fp8 import fp8_form
 from megatron_moe.parallel import groups
 from megatron_moe.platform import env_vars
 from megatron_moe.report.records import StepRecord, exact
@@ -88,6 +89,8 @@ def pretrain(
         )
     platform.backend(run.parallel.distributed_backend)
     require_profiler(run, has_gpu=platform.has_cuda())
+    if run.precision.fp8_format is not None:
+        fp8_form()  # refuses a device without these products
     if run.training.deterministic_mode:
         env_vars.deterministic_environment()
     planned = plan_run(run, world_size)

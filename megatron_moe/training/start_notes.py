@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
+import torch
+
 from megatron_moe import platform
+from megatron_moe.config import rules
+from megatron_moe.config.cuda_graphs import captured_modules, existing_modules, obstacle
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.latent_exchange import exchange_cost
 from megatron_moe.config.module_names import kept_in_fp32, multiplied_in_fp8
-from megatron_moe.config.schema import Run
+from megatron_moe.config.rules.rule import spelled
+from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.engine import defects
 from megatron_moe.io.texts import listed
 from megatron_moe.kernels import choice
 from megatron_moe.model.build import count_frozen
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_form
-from megatron_moe.platform import env_vars
+from megatron_moe.platform import env_vars, hardware
 from megatron_moe.training.trainer import Trainer
 
 
@@ -43,7 +50,9 @@ def report_start(trainer: Trainer) -> None:
     if trainer.started_from is not None:
         trainer.reporter.event("loaded", f"read {trainer.started_from}", shown=False, path=str(trainer.started_from))
     kernels = []
-    if not platform.has_cuda():
+    if platform.has_cuda():
+        kernels.append(f"CUDA's allocator: {env_vars.allocator_setting() or 'as torch sets it, with fixed segments'}")
+    else:
         kernels.append("CPU kernels: C")
         if (reason := choice.why_no_c()) is not None:
             kernels = [f"CPU kernels: torch's operations, not C ({reason})"]
@@ -64,7 +73,9 @@ def report_start(trainer: Trainer) -> None:
         *frozen,
         *_document_notes(trainer),
         *_sharding_notes(run, ranks.world_size),
+        *_overlap_notes(run, ranks.world_size),
         *_expert_notes(trainer),
+        *_graph_notes(run),
         *kernels,
         *defects.start_lines(defects.engine_version()),
     ):
@@ -110,6 +121,7 @@ def _precision_notes(run: Run) -> list[str]:
 _FP8_FORMS = {
     "emulated": "emulated: operands are rounded to FP8 and multiplied in fp32, which shows what FP8 does to the loss "
     "and is slower than bf16",
+    "triton": "by Triton's kernels",
     "scaled": "by torch's scaled product",
     "te": "by Transformer Engine",
 }
@@ -129,6 +141,24 @@ def _document_notes(trainer: Trainer) -> list[str]:
     if data.document_boundaries == "eod":
         counted += ", where each end-of-document token ends one (--document-boundaries eod)"
     return [f"{counted}; {100 * padding:.2f} % of positions are padding (--packing {data.packing})"]
+
+
+def _graph_notes(run: Run) -> list[str]:
+    """Say what is captured in CUDA graphs, and what is not though no flag leaves it out."""
+    if run.training.cuda_graph_impl == "none":
+        return []
+    if not platform.has_cuda():
+        return ["--cuda-graph-impl local has no effect here: without a CUDA device there are no graphs"]
+    notes, steps = [], run.training.cuda_graph_warmup_steps
+    if captured := captured_modules(run):
+        notes.append(f"CUDA graphs of {', '.join(captured)}, after {steps} steps. This was not verified on hardware")
+    left_out: dict[tuple[str, str], list[str]] = {}
+    for module in existing_modules(run) if run.training.cuda_graph_modules is None else ():
+        if (found := obstacle(run, module)) is not None:
+            left_out.setdefault(found, []).append(module)
+    for (field, reason), modules in left_out.items():
+        notes.append(f"no CUDA graph of {', '.join(modules)}: {spelled(run, field)}: {reason}")
+    return notes
 
 
 def _sharding_notes(run: Run, world_size: int) -> list[str]:
@@ -158,9 +188,37 @@ def _sharding_notes(run: Run, world_size: int) -> list[str]:
     return notes
 
 
+_HIDING_WORK = (
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "gradient_accumulation_fusion",
+    "moe_shared_expert_overlap",
+)
+
+
+def _overlap_notes(run: Run, world_size: int) -> list[str]:
+    """Name the flags that hide or save work, which several data-parallel GPUs could use and the run has not set."""
+    ranks = run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size
+    if ranks == 1 or not platform.has_cuda():
+        return []
+    given, defaults, found = flatten(run), flatten(Run()), []
+    for name in _HIDING_WORK:
+        if given[name] != defaults[name]:
+            continue
+        with suppress(ConfigError):  # what this run refuses is not proposed
+            candidate = replace(run, **{name: True})
+            rules.check(candidate, world_size)
+            run = candidate
+            found.append(f"--{name.replace('_', '-')}")
+    if not found:
+        return []
+    return [f"off, and worth a try on {ranks} data-parallel GPUs: {', '.join(found)}"]
+
+
 def _expert_notes(trainer: Trainer) -> list[str]:
     """Say what settings of the experts cost or leave out, a line each."""
-    moe = trainer.run.moe
+    run = trainer.run
+    moe = run.moe
     notes: list[str] = []
     if moe.num_experts is None:
         return notes
@@ -169,6 +227,14 @@ def _expert_notes(trainer: Trainer) -> list[str]:
             "WARNING: --moe-router-force-load-balancing sends tokens to experts ROUND ROBIN: times are worth "
             "something, losses are not, and no model is trained"
         )
+    if moe.moe_expert_backend == "grouped_mm" and platform.has_streams():
+        dtype = run.derived.params_dtype_name
+        if run.derived.fp8_format_of_experts is None and not hardware.has_grouped_kernel(getattr(torch, dtype)):
+            notes.append(
+                f"--moe-expert-backend grouped_mm: torch has no grouped kernel for {dtype} on this device. It waits "
+                "for the counts and multiplies expert by expert, which is slow; the kernel needs --bf16 and compute "
+                "capability 9.x or 10.x"
+            )
     if moe.moe_shared_expert_overlap and not platform.has_cuda():
         notes.append("--moe-shared-expert-overlap has no effect here: without a CUDA device there are no streams")
     if moe.overlap_moe_expert_parallel_comm and not platform.has_cuda():

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.data.batches import DOCUMENTS, NOTHING, PLACES, Batch, BatchIterator, added, words_of
+from megatron_moe.engine.cuda_graphs import CudaGraphs
 from megatron_moe.engine.optimizer import parts
 from megatron_moe.engine.schedules import (
     configure,
@@ -40,6 +41,7 @@ from megatron_moe.engine.schedules import (
 from megatron_moe.model.attention import measured_attentions
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.model.loss import loss_func
+from megatron_moe.moe.grouped_gemm_fp8 import blocks_kept
 from megatron_moe.moe.router import RouterSnapshot
 from megatron_moe.optim.optimizer import additions, optimizer_tensors, shared_loss_scale
 from megatron_moe.optim.param_groups import Schedule
@@ -120,6 +122,7 @@ def train_step(
     probe: StepProbe | None = None,
     before_update: Callable[[], None] | None = None,
     zeros_counted: bool = False,
+    graphs: CudaGraphs | None = None,
 ) -> StepResult:
     """Run one global batch through forward, backward, reduction and update, in the order of the module's docstring.
 
@@ -129,12 +132,14 @@ def train_step(
         average: follows the weights of committed steps. probe: measures the step, where this one is to be measured.
         before_update: called on all ranks when the backward pass is done and nothing has changed yet.
         zeros_counted: whether to count the zeros of the gradients, which is one more pass over them.
+        graphs: those of the model, which are not replayed in a step that is measured; None: it has none.
     """
     for chunk in wrapped(model):
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     for attention in measured_attentions(model):
-        attention.largest_logits = None  # they belong to no step, or to one that has ended
+        if attention.largest_logits is not None:
+            attention.largest_logits.fill_(-math.inf)  # they belong to no step, or to one that has ended
     snapshot = RouterSnapshot.capture(model)
     updates: list[RouterUpdate] = []
 
@@ -142,7 +147,10 @@ def train_step(
         updates.append(finalize_model_grads(chunks, num_tokens, **options))
 
     # The gradients are reduced over ranks and expert_bias has moved when this returns.
-    with nullcontext() if probe is None else probe.watching():
+    with (
+        nullcontext() if probe is None else probe.watching(),
+        nullcontext() if graphs is None else graphs.step(eager=probe is not None),
+    ):
         losses = run_micro_batches(
             model,
             batches,
@@ -288,7 +296,9 @@ def run_micro_batches(
     """
     # The flags say in which dtype a run computes, an autocast around it does not; and the scale of the auxiliary losses
     # that the schedule sets is this step's, whatever was left in this process, and nobody's afterwards.
-    with without_autocast(platform.device().type), without_loss_scale():
+    # Weights in FP8 are shared by micro-batches; ZeRO stage 3 has no weight between its uses.
+    shared = num_micro_batches > 1 and not isinstance(model[0], FullyShardedDataParallel)
+    with without_autocast(platform.device().type), without_loss_scale(platform.device()), blocks_kept(shared):
         batches = prepare_global_batch(
             model,
             batches,

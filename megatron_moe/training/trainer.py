@@ -11,6 +11,7 @@ from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.state import TrainingProgress, TrainState
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import Fingerprint
+from megatron_moe.engine.cuda_graphs import CudaGraphs
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.precision.contract import PrecisionGuard
 from megatron_moe.report.reporter import Reporter
@@ -95,6 +96,8 @@ class Trainer:
     """The evaluation of the present weights is due: a start from a checkpoint of them begins with it."""
     records: deque[dict[str, Any]]
     """`report.records.exact` of the last steps, those of earlier incarnations among them."""
+    graphs: CudaGraphs | None = None
+    """Those that the model's layers replay; None: none."""
     stop_reason: StopReason | None = None
     """Why the run ends before `--train-iters`."""
 

@@ -89,6 +89,7 @@ _EXPERT_FEATURES: dict[str, Callable[[Run], object]] = {
     "experts in a grouped product": lambda run: run.moe.moe_expert_backend == "grouped_mm",
     "experts in a loop": lambda run: run.moe.moe_expert_backend == "loop",
     "alltoall dispatcher": lambda run: run.moe.moe_token_dispatcher_type == "alltoall",
+    "alltoall by node": lambda run: run.moe.moe_alltoall_by_node,
     "allgather dispatcher": lambda run: run.moe.moe_token_dispatcher_type == "allgather",
 }
 FEATURES = {**_MODEL_FEATURES, **_EXPERT_FEATURES}
@@ -294,6 +295,8 @@ def _layout(own: Run, chosen: Sequence[str], experts: bool, etp: int | None) -> 
     for kind in kinds:
         if kind in _SIZES:
             flags[_SIZES[kind]] = 2
+    if experts and etp in (None, 1) and own.moe.moe_alltoall_by_node:
+        flags["moe_alltoall_by_node"] = True
     if "CP" in chosen:
         flags["mla_cp_exchange"] = p.mla_cp_exchange
     if "TP" in chosen:
@@ -377,6 +380,7 @@ _HALF: dict[str, dict[str, Any]] = {"bf16": {"bf16": True}, "fp16": {"fp16": Tru
 
 _PLAIN: dict[str, Any] = {}
 _ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
+_BY_NODE = {"moe_alltoall_by_node": True}
 _FUSED = {"cross_entropy_loss_fusion": True}
 _LOOP = {"moe_expert_backend": "loop"}
 _OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -398,7 +402,7 @@ DEFAULT_LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("tp2-ep2-etp1", "capacity", _ALLGATHER),
     ("pp2", "mtp", _FUSED),
     ("cp2", "capacity", _PLAIN),
-    ("cp2-ep2", "mtp", _PLAIN),
+    ("cp2-ep2", "mtp", _BY_NODE),
     ("dp2", "sinkhorn", _PLAIN),
     ("dp2-ep2", "demo", _LOOP),
     ("tp2-pp2", "capacity", _PLAIN),

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset, default_collate
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.batches import batch_iterators
 from megatron_moe.engine.fully_shard import gathered_dtype, own_range
+from megatron_moe.engine.optimizer import OwnedPart, named_main_params, owned_part
 from megatron_moe.model.build import build_model
 from megatron_moe.model.fully_sharded import local
 from megatron_moe.model.initialize import global_name, placement
@@ -43,14 +44,7 @@ from megatron_moe.moe.routing import (
     weigh_experts,
 )
 from megatron_moe.moe.routing_probe import RoutingProbe
-from megatron_moe.optim.optimizer import (
-    OwnedPart,
-    build_optimizer,
-    build_scheduler,
-    main_param,
-    named_main_params,
-    owned_part,
-)
+from megatron_moe.optim.optimizer import build_optimizer, build_scheduler, main_param
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.platform.protocols import EngineOptimizer
@@ -381,6 +375,8 @@ def measure(request: Request) -> dict[str, Any]:
     assert run.model.vocab_size is not None, "a request says how many tokens there are"
     try:
         pg_collection = groups.initialize(run)
+        if run.moe.moe_alltoall_by_node:
+            groups.pretend_machines(1)  # or no token would leave its node
         seed_everything(run)
         chunks = build_model(run, pg_collection, run.model.vocab_size, padded_vocab_size=request.padded_vocab_size)
         with torch.no_grad():

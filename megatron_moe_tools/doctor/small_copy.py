@@ -32,6 +32,7 @@ _RESET = (
     "exit_signal_handler",
     "use_distributed_optimizer",
     "optimizer_cpu_offload",
+    "moe_alltoall_by_node",
     # Groups of codes begin elsewhere on another layout, and are rounded otherwise.
     "exp_avg_dtype",
     "exp_avg_sq_dtype",

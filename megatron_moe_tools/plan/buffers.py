@@ -43,7 +43,7 @@ class HeldTogether:
 
     parameter_bytes: of an element. ranks: those that share it, see `ranks_of`. expert: whether routed experts.
     rates: of the elements of a rank that Muon updates. largest_block: of the largest that it updates at once, on a
-    tensor-parallel rank.
+    tensor-parallel rank. largest_weight: elements that a rank has of the largest.
     """
 
     parameter_bytes: int
@@ -51,6 +51,7 @@ class HeldTogether:
     expert: bool
     rates: Rates
     largest_block: int = 0
+    largest_weight: int = 0
 
     @property
     def matrices(self) -> int:
@@ -123,6 +124,7 @@ def buffers_of(chunks: Sequence[Any]) -> Iterator[Buffer]:
                 rates=rates,
                 fewest_matrices=min(matrices),
                 largest_block=largest,
+                largest_weight=max(map(Tensor.numel, one.param_index_map)),
                 parameter_bytes=one.param_dtype.itemsize,
                 gradient_bytes=one.grad_dtype.itemsize,
                 ranks=ranks,
@@ -189,6 +191,7 @@ def planned_units(found: Iterator[Unit], machine: int) -> list[PlannedUnit]:
             is_root=unit.is_root,
             rates=rates,
             largest_block=largest,
+            largest_weight=max(shares, default=0),
         )
         planned.append(PlannedUnit(unit, facts, weights))
     return planned

@@ -388,7 +388,7 @@ def _head(plan: dict[str, Any]) -> str:
     if "fit" in plan:
         limit, room = plan["fit"]["limit_gib"], f"{plan['fit']['limit_gib']:g}, {room} less a tenth"
     fits = "fits" if plan["max_memory_gib"] <= limit else "DOES NOT FIT"
-    saving = plan["saving"]
+    saving, loading = plan["saving"], plan["loading"]
     how = "kept and page-locked (--async-save)" if saving["kept"] else "until the step is written"
     return (
         f"{brief(plan['total_params'] / 1e9)} B parameters ({plan['total_params']:,}), of which a token meets "
@@ -397,7 +397,7 @@ def _head(plan: dict[str, Any]) -> str:
         f"{plan['micro_batches']} micro-batches a step, {plan['global_batch_size']:,} sequences in all\n"
         f"largest rank {brief(plan['max_memory_gib'])} GiB of {room}: {fits}\n"
         f"a save takes up to {_gib(saving['host_rank'])} GiB of host memory in a rank, {_gib(saving['host_node'])} on "
-        f"a machine, {how}"
+        f"a machine, {how}; a load {_gib(loading['host_rank'])} and {_gib(loading['host_node'])}"
     )
 
 

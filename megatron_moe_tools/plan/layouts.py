@@ -375,6 +375,8 @@ def layer_shardings(run: Run, world_size: int, machine: Machine) -> list[LayerSh
         for etp, ep in itertools.product(etps, eps):
             if world_size % (ep * etp):
                 continue
+            if run.moe.moe_alltoall_by_node and (ep <= machine.gpus_per_node or ep % machine.gpus_per_node):
+                continue
             changes: dict[str, Any] = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep}
             if "expert_tensor_parallel_size" not in fixed:
                 changes["expert_tensor_parallel_size"] = etp if etp != tp else None

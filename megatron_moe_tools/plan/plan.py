@@ -12,13 +12,13 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_moe.checkpoint.optimizer import piece_numel
+from megatron_moe.checkpoint import dist
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.fully_sharded import Sharding
 from megatron_moe.optim.matrix_exchange import ROUND_NUMEL
 from megatron_moe.optim.muon import DTYPES
-from megatron_moe_tools.plan.buffers import GatheredUnit, HeldTogether
+from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit, HeldTogether
 from megatron_moe_tools.plan.layouts import (
     GIB,
     Machine,
@@ -47,7 +47,7 @@ class PlannedMemory:
         logits: peak of the logits in one micro-batch, part of the activations.
         dispatch: peak of the dispatch buffers in one micro-batch, part of the activations.
         update: peak above weights, gradients and optimizer during the update, when the activations are freed.
-        saving: what `--save` takes on the device, between steps.
+        loading: what `--load` takes on the device, before the first step.
         host: moments in a device's host memory, with `--optimizer-cpu-offload`; from ZeRO's stage 2 on main weights
             and gradients, too.
         host_activations: activations there, of all micro-batches in flight.
@@ -61,14 +61,14 @@ class PlannedMemory:
     logits: int
     dispatch: int
     update: int
-    saving: int
+    loading: int
     host: int = 0
     host_activations: int = 0
 
     @property
     def peak(self) -> int:
         """The peak of all parts together."""
-        return self.weights + self.gradients + self.optimizer + max(self.activations, self.update, self.saving)
+        return self.weights + self.gradients + self.optimizer + max(self.activations, self.update, self.loading)
 
 
 def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
@@ -113,8 +113,6 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
             optimizer = moments
             if micro_batches == 1:  # the gradients come about during its backward pass
                 activations = max(activations - gradients, 0)
-    saving = 0  # two pieces received and two sent, on the rank that gathers
-    gathers = run.checkpoint.save is not None and not run.checkpoint.no_save_optim and run.derived.zero_stage == 1
     for buffer in trace.buffers:
         ranks = len(buffer.ranks)
         gradients += buffer.numel * buffer.gradient_bytes
@@ -132,8 +130,9 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
             host += moments
         if buffer.gradient_bytes < 4:
             update += 4 * share  # gradients are widened for the update
-        if gathers and ranks > 1:
-            saving = max(saving, 2 * _FP32 * (ranks + 1) * piece_numel(buffer.numel // ranks, ranks))
+    loading = 0
+    if run.checkpoint.load is not None:
+        loading = _loading(run, trace, device=True, host=False)
     return PlannedMemory(
         weights=weights,
         gradients=gradients,
@@ -143,7 +142,7 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
         logits=max(chunk.logits for chunk in trace.chunks),
         dispatch=max(chunk.dispatch for chunk in trace.chunks),
         update=update,
-        saving=saving,
+        loading=loading,
         host=host,
         host_activations=most_on_host,
     )
@@ -179,7 +178,7 @@ def schedule(
             yield False, chunks - 1 - chunk(index - warm_up)
 
 
-# ---- a save (`checkpoint/optimizer.py`, `checkpoint/writer.py`)
+# ---- a save and a load (`checkpoint/writer.py`, `checkpoint/dist.py`)
 
 _FP32 = 4
 
@@ -196,50 +195,98 @@ def saving_memory(run: Run, traces: Sequence[RankTrace], gpus_per_node: int) -> 
         host_rank, host_node: of the rank and of the machine that take most. kept: whether it is kept from save to save,
         page-locked on a GPU's machine; otherwise it is pageable and is freed when the step is written.
     """
-    options, background, stage = run.optimizer, run.checkpoint.async_save, run.derived.zero_stage
-    saved = not run.checkpoint.no_save_optim
-    # Whether moments are made fp32 tensors in host memory to be written: `optim/adam.py`.
-    unpacks = options.use_precision_aware_optimizer
-    unpacks = unpacks or (options.optimizer == "muon" and options.optimizer_cpu_offload and stage < 2)
-
-    def state_bytes(width: int) -> int:  # of an element: two moments, and a main param if any
-        return saved * (3 if width < _FP32 else 2) * _FP32
-
-    def average_bytes(numel: int) -> int:  # a save that is waited for writes the average as it is
-        return saved * background * run.derived.average_bytes(numel)
-
-    by_rank: Counter[int] = Counter()
+    background, saved = run.checkpoint.async_save, not run.checkpoint.no_save_optim
+    of_rank: dict[int, int] = {}
     for trace in traces:
-        of_shards = 0
-        for unit in trace.units:  # shards are written where they are; packed moments are unpacked there
+        size = saved * _unpacked_bytes(run, trace)
+        for part in (*trace.buffers, *trace.units):
+            numel, state = _written(run, part)
             if background:
-                of_shards += unit.share * (unit.parameter_bytes + state_bytes(unit.parameter_bytes))
-                of_shards += average_bytes(unit.share)
-            elif unpacks and saved:
-                of_shards += unit.share * 2 * _FP32
-        for buffer in trace.buffers:
-            # What the first rank of the buffer's group holds; main params and moments are gathered there at stage 1.
-            per_element = average = 0
-            if stage != 1:
-                average = average_bytes(buffer.used)
-                if background or unpacks:
-                    per_element = state_bytes(buffer.parameter_bytes)
-            elif saved:
-                only_matrices = options.optimizer == "muon" and buffer.matrices == buffer.used
-                per_element = (2 if only_matrices else 3) * _FP32
-            if background:
-                per_element += buffer.parameter_bytes
-            # Data parallelism is the slowest dimension of a stage: the first ranks are the first of the groups.
-            for rank in trace.ranks[: len(trace.ranks) // len(buffer.ranks)]:
-                by_rank[rank] += buffer.used * per_element + average
-            if stage == 1:
-                of_shards += average_bytes(buffer.used // len(buffer.ranks))
-        for rank in trace.ranks:
-            by_rank[rank] += of_shards
-    by_node: Counter[int] = Counter()
-    for rank, size in by_rank.items():
-        by_node[rank // gpus_per_node] += size
-    return {"host_rank": max(by_rank.values()), "host_node": max(by_node.values()), "kept": background}
+                size += numel * part.parameter_bytes + saved * run.derived.average_bytes(numel)
+            if background and saved and not _unpacks(run):
+                size += state
+        of_rank.update(dict.fromkeys(trace.ranks, size))
+    return {**_most(of_rank, gpus_per_node), "kept": background}
+
+
+def loading_memory(run: Run, traces: Sequence[RankTrace], machine: Machine) -> dict[str, Any]:
+    """Return the host memory that a load takes besides the state, in bytes; the index of the step is left out.
+
+    Args:
+        traces: of all stages of the job.
+
+    Returns:
+        host_rank, host_node: of the rank and of the machine that take most. It is freed before the first step.
+    """
+    of_rank: dict[int, int] = {}
+    for trace in traces:
+        of_rank.update(dict.fromkeys(trace.ranks, _loading(run, trace, device=machine.device == "cpu", host=True)))
+    return _most(of_rank, machine.gpus_per_node)
+
+
+def _most(of_rank: dict[int, int], gpus_per_node: int) -> dict[str, Any]:
+    of_node: Counter[int] = Counter()
+    for rank, size in of_rank.items():
+        of_node[rank // gpus_per_node] += size
+    return {"host_rank": max(of_rank.values()), "host_node": max(of_node.values())}
+
+
+def _loading(run: Run, trace: RankTrace, device: bool, host: bool) -> int:
+    """Return what a load takes besides the state, on the device, in host memory, or in both where they are one."""
+    exchanged: Counter[tuple[bool, int, int]] = Counter()  # elements of all that a group's ranks hold in one width
+    alone = 0  # bytes of the largest tensor that a rank reads by itself
+    for part in (*trace.buffers, *trace.units):
+        if isinstance(part, Buffer) and len(part.ranks) > 1:
+            exchanged[part.expert, len(part.ranks), part.parameter_bytes] += part.used
+            if run.derived.zero_stage == 0:
+                state = _state_bytes(run, part, part.used, part.matrices) + run.derived.average_bytes(part.used)
+                exchanged[part.expert, len(part.ranks), _FP32] += state // _FP32
+                continue
+        alone = max(alone, _FP32 * min(part.largest_weight, _written(run, part)[0]))
+    most = host * min(alone, dist.PIECE_BYTES)
+    copies = 2 * device or host  # what is sent and what is received; what is read, where that is not what is sent
+    for (_, ranks, width), numel in exchanged.items():
+        most = max(most, copies * dist.exchanged_numel(numel, ranks, width) * width)
+    return most + device * _unpacked_bytes(run, trace)
+
+
+def _written(run: Run, part: HeldTogether) -> tuple[int, int]:
+    """Return how many elements of weights that are held together a rank writes, and how many bytes of their state."""
+    if isinstance(part, GatheredUnit):
+        return part.share, _state_bytes(run, part, part.share, part.matrices)
+    assert isinstance(part, Buffer)
+    ranks = len(part.ranks)
+    if run.derived.zero_stage == 1:
+        numel = min(part.numel // ranks, part.used)
+        return numel, _state_bytes(run, part, numel, part.fewest_matrices)
+    return part.used // ranks, _state_bytes(run, part, part.used, part.matrices) // ranks
+
+
+def _state_bytes(run: Run, part: HeldTogether, numel: int, matrices: int) -> int:
+    """Return the bytes of state in a checkpoint: two moments, a main param if any; one moment of what Muon updates."""
+    tensors = (2 + (part.parameter_bytes < _FP32)) * numel
+    if run.optimizer.optimizer == "muon":
+        tensors -= matrices
+    return _FP32 * tensors
+
+
+def _unpacks(run: Run) -> bool:
+    """Return whether state is made fp32 tensors to be written and read: `optim/adam.py`."""
+    options = run.optimizer
+    on_host = options.optimizer == "muon" and options.optimizer_cpu_offload and run.derived.zero_stage < 2
+    return options.use_precision_aware_optimizer or on_host
+
+
+def _unpacked_bytes(run: Run, trace: RankTrace) -> int:
+    """Return the bytes of these tensors, which are of all that a rank updates."""
+    size = 0
+    for part in (*trace.buffers, *trace.units):
+        numel, _ = _written(run, part)
+        if run.derived.zero_stage == 0:
+            numel *= len(part.ranks)
+        with_main = run.derived.packs_main_weights and part.parameter_bytes < _FP32
+        size += (2 + with_main) * _FP32 * numel
+    return size * _unpacks(run)
 
 
 # ---- Muon: its exchange of matrices, its iteration, and the memory of both
@@ -507,6 +554,7 @@ def make_plan(
         "max_memory_gib": max(rank["memory"]["peak"] for rank in ranks) / GIB,
         "device_memory_gib": machine.memory_gib,
         "saving": saving_memory(run, traces, machine.gpus_per_node),
+        "loading": loading_memory(run, traces, machine),
         "imbalance": machine.imbalance,
         "ranks": ranks,
         "model_flops_per_token": per_token,

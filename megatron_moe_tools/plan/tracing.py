@@ -5,6 +5,7 @@ No other rank exists. Parameters, bytes, FLOPs and collectives are counted from 
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -23,7 +24,10 @@ from megatron_moe.model.loss import loss_func
 from megatron_moe.model.matrices import mark_matrices
 from megatron_moe.model.norm import residual_dtype
 from megatron_moe.moe.dispatch import AllGatherDispatcher, AllToAllDispatcher
+from megatron_moe.moe.dispatch_by_node import ByNodeDispatcher, NodeSplits
 from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.options import MoEOptions, moe_groups
+from megatron_moe.moe.routing import MicroBatch, chosen_experts, scores_from_logits
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.platform.cpu_half_gemm import multiply_in_fp32
@@ -31,6 +35,7 @@ from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit, Gathering, buf
 from megatron_moe_tools.plan.meta_tracer import Collective, MetaTracer, meta_device, ranks_of, storage_bytes
 
 _logger = logging.getLogger(__name__)
+_ROUTED_TOKENS = 16384
 _GROUPS = {"TP": "tp", "CP": "cp", "EP": "tp_ep"}
 
 
@@ -121,7 +126,7 @@ def trace_ranks(
         vocabulary: padded vocabulary size.
         device: "cuda" or "cpu", the device that the run is planned for.
         imbalance: rows that a rank's experts get, over the mean.
-        gpus_per_node: ranks of one machine; quantised gradients are added up inside it first.
+        gpus_per_node: ranks of one machine; quantised gradients are added up inside it first, tokens copied.
         stages: the stages to trace; None: all.
         known: cache of earlier traces, also of runs with other flags; new traces are added.
     """
@@ -177,7 +182,10 @@ def trace_stage(
     tokens = run.training.micro_batch_size * run.model.seq_length // run.parallel.context_parallel_size
     shape = (tokens, vocabulary // run.parallel.tensor_model_parallel_size)
     state, hook = torch.get_rng_state(), sys.excepthook  # torch.distributed puts the rank into every traceback
-    pg_collection: Any = groups.fake_world(run, ranks[0], world_size)
+    sent_to_node = 1.0
+    if run.moe.moe_alltoall_by_node:
+        sent_to_node = share_of_tokens(run, max(1, run.parallel.expert_model_parallel_size // gpus_per_node))
+    pg_collection: Any = groups.fake_world(run, ranks[0], world_size, gpus_per_node)
     try:
         seed_everything(run)
         with without_loss_scale(), meta_device(device, shape) as tracer:
@@ -192,7 +200,7 @@ def trace_stage(
                 bare.append(model)
             mark_matrices(run, bare)
             for inner in bare:
-                _set_row_counts(run, inner, tracer, imbalance)
+                _set_row_counts(run, inner, tracer, imbalance, sent_to_node)
             # The memory of a CPU is the host's.
             sharding = replace(Sharding.from_run(run), offload=run.optimizer.optimizer_cpu_offload and device != "cpu")
             sharded = []
@@ -243,6 +251,22 @@ def trace_stage(
         groups.destroy()
         torch.set_rng_state(state)
         sys.excepthook = hook
+
+
+@functools.cache
+def share_of_tokens(run: Run, nodes: int) -> float:
+    """Return the share of tokens that have an expert on a node, for experts that are spread evenly over the nodes.
+
+    They are counted: the run's own choice, over random logits. Without groups the mean is 1 - C(E - E / nodes, K) /
+    C(E, K). Call it without process groups.
+    """
+    options = MoEOptions.from_run(run)
+    assert options is not None, "a model with experts"
+    logits = torch.randn(_ROUTED_TOKENS, options.num_experts, generator=torch.Generator().manual_seed(0))
+    scores, micro_batch = scores_from_logits(logits, options), MicroBatch(None, 1, training=False)
+    expert_ids = chosen_experts(options, moe_groups(), logits, scores, None, micro_batch)
+    node = expert_ids * nodes // options.num_experts
+    return float(torch.zeros(_ROUTED_TOKENS, nodes).scatter_(1, node, 1.0).mean())
 
 
 def _trace_chunk(
@@ -308,8 +332,13 @@ def _hidden_states(run: Run) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=platform.device())
 
 
-def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbalance: float) -> None:
-    """Give the dispatchers of a chunk the row counts that they would read from the device."""
+def _set_row_counts(
+    run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbalance: float, sent_to_node: float
+) -> None:
+    """Give the dispatchers of a chunk the row counts that they would read from the device.
+
+    sent_to_node: see `share_of_tokens`.
+    """
     layout = run.parallel
     tokens = run.training.micro_batch_size * run.model.seq_length
     tokens //= layout.context_parallel_size * layout.tensor_model_parallel_size
@@ -326,7 +355,19 @@ def _set_row_counts(run: Run, chunk: torch.nn.Module, tracer: MetaTracer, imbala
         instead: dict[str, Callable] = {}
         for name in ("dispatch", "combine"):
             instead[name] = tracer.labelled("dispatch")(getattr(dispatcher, name))
-        if isinstance(dispatcher, AllToAllDispatcher):
+        if isinstance(dispatcher, ByNodeDispatcher):
+            nodes, places = dispatcher.across.size(), dispatcher.inside.size()
+            once = round(tokens * sent_to_node * min(1.0, factor))
+            splits = NodeSplits(
+                tokens_out=[once] * nodes,
+                tokens_in=[min(round(once * imbalance), tokens)] * nodes,
+                choices_out=[total // nodes] * nodes,
+                choices_in=[rows * places] * nodes,
+                copies_out=[rows * nodes] * places,
+                copies_in=[rows * nodes] * places,
+            )
+            instead["node_splits"] = lambda *_, splits=splits: splits
+        elif isinstance(dispatcher, AllToAllDispatcher):
             sent_to = [count for count in sent for _ in range(ranks // ep)]
             instead["splits"] = lambda *_, sent_to=sent_to, rows=rows, ranks=ranks: (sent_to, [rows] * ranks)
         else:

@@ -200,8 +200,6 @@ def _requirement(distribution: str) -> str:
 
 _CUDNN_WITH_TWO_WIDTHS = (9, 11, 0)
 _ATTENTION_LENGTH = 512
-_GROUPED_MAJORS = (9, 10)
-"""Architectures on which torch's grouped product in bf16 is one kernel; others get a product for each group."""
 
 
 @check(RANK)
@@ -279,8 +277,7 @@ def grouped_product(place: Place) -> Finding:
     if run.moe.num_experts is None or run.moe.moe_expert_backend != "grouped_mm":
         return Finding(PASS, "the run does not use torch's grouped product")
     name = f"{run.derived.params_dtype_name} on {device_name()}"
-    generation = torch.cuda.get_device_capability(hardware.device())[0]
-    if dtype_of(run) == torch.bfloat16 and generation in _GROUPED_MAJORS:
+    if hardware.has_grouped_kernel(dtype_of(run)):
         return Finding(PASS, f"one kernel for {name}")
     found = f"{name}: torch's fallback, a product for each expert after a copy of the counts to the host"
     advice = "the kernel needs --bf16 and compute capability 9.x or 10.x (H100, H200, B200)"

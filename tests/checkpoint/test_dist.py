@@ -1,12 +1,20 @@
 """What is saved is what was trained, bit for bit; what lacks a tensor or would be rounded twice is refused."""
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from megatron_moe.config.schema import build
+from megatron_moe_tools.plan.layouts import Machine
+from megatron_moe_tools.plan.meta_tracer import LiveBytes
+from megatron_moe_tools.plan.plan import loading_memory
+from megatron_moe_tools.plan.tracing import trace_ranks
 from tests.checkpoint.checkpoint_steps import seal
+from tests.helpers import stepped_trainer
+from tests.helpers.rows import rows
 from tests.helpers.trained_steps import OPTIMIZERS, SMALL, differing, main_weights, moved, refusal, tensors, trained
 
 BIAS = "decoder.layers.1.mlp.router.expert_bias"
@@ -79,15 +87,15 @@ def test_a_step_that_lacks_a_tensor_or_has_one_too_many_is_refused_with_its_name
 
 def saved_with_a_rounded_bias(flags: dict[str, Any]) -> dict[str, Any]:
     """Train and save, as a framework does that casts the bias with the model."""
-    from megatron_moe.checkpoint import dist, writer
+    from megatron_moe.checkpoint import writer
 
     stage = writer.stage
 
-    def rounding(state: dict[str, Any], *args: Any, **kwargs: Any) -> writer.Staged:
-        for tensor in dist.sharded_tensors(state):
-            if tensor.key.endswith("expert_bias"):
-                tensor.data, tensor.dtype = tensor.data.add(0.3).bfloat16(), torch.bfloat16
-        return stage(state, *args, **kwargs)
+    def rounding(shards: list[Any], *args: Any, **kwargs: Any) -> writer.Staged:
+        for number, shard in enumerate(shards):
+            if shard.key.endswith("expert_bias"):
+                shards[number] = replace(shard, values=shard.values.add(0.3).bfloat16(), dtype=torch.bfloat16)
+        return stage(shards, *args, **kwargs)
 
     with mock.patch.object(writer, "stage", rounding):
         return trained(flags)
@@ -135,3 +143,118 @@ def test_a_weight_beyond_fp16_is_refused_by_its_name(run, tmp_path):
         assert "fp16: 65504" in message and "embedding.word_embeddings.weight: " in message
         assert "layernorm" not in message
     run(2, trained, {}, load=str(tmp_path), train_iters=1)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DP4, ZeRO 1": DISTRIBUTED,
+    "DP2 x EP2, ZeRO 1": {**DISTRIBUTED, "expert_model_parallel_size": 2, "ema_decay": 0.9},
+    "DP4, whole state": {"bf16": True, "ema_decay": 0.9},
+    "DP2 x EP2, whole state": {"fp16": True, "initial_loss_scale": 256.0, "expert_model_parallel_size": 2},
+    "DP4, ZeRO 3": {"bf16": True, "data_parallel_sharding_strategy": "optim_grads_params"},
+    "DP2 x EP2, packed state": {**DISTRIBUTED, "expert_model_parallel_size": 2, "use_precision_aware_optimizer": True},
+}
+AT_ONCE = {"DP4, ZeRO 1", "DP4, whole state"}
+"""Layouts in which one piece is all that a rank reads of a group's tensors."""
+
+
+class HostBytes(LiveBytes):
+    """Counts what has memory."""
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_meta:
+            super()._see(tensor)
+
+
+def carried(flags: dict[str, Any], piece: int) -> dict[str, Any]:
+    """Bytes that this rank writes and reads of weights and of optimizer state; its shards before and after.
+
+    `taken` is the largest memory that the load took besides the state.
+    """
+    from megatron_moe.checkpoint import dist, writer
+    from megatron_moe.checkpoint.load import load
+    from megatron_moe.checkpoint.plan import plan
+    from megatron_moe.checkpoint.state import model_shards
+    from megatron_moe.checkpoint.step_reader import StepReader
+
+    written, read = {"weights": 0, "optimizer": 0}, {"weights": 0, "optimizer": 0}
+    resolve, read_tensor, read_bytes = writer.Staged.resolve_data, StepReader.read, StepReader._bytes
+    kind = "weights"
+
+    def kind_of(key: str) -> str:
+        return "optimizer" if key.startswith("optimizer.") else "weights"
+
+    def resolved(self: Any, item: Any) -> torch.Tensor:
+        value = resolve(self, item)
+        written[kind_of(item.index.fqn)] += value.nbytes
+        return value
+
+    def named(self: StepReader, key: str, *box: Any) -> torch.Tensor:
+        nonlocal kind
+        kind = kind_of(key)
+        return read_tensor(self, key, *box)
+
+    def counted(self: StepReader, *place: Any) -> torch.Tensor:
+        content = read_bytes(self, *place)
+        read[kind] += content.nbytes
+        return content
+
+    with (
+        HostBytes() as live,
+        mock.patch.object(dist, "PIECE_BYTES", piece),
+        mock.patch.object(writer.Staged, "resolve_data", resolved),
+        mock.patch.object(StepReader, "read", named),
+        mock.patch.object(StepReader, "_bytes", counted),
+    ):
+        trainer = stepped_trainer.Trainer({**stepped_trainer.STORED, **flags})
+        trainer.step()
+        trainer.save()
+        before = trainer.tensors()
+        trainer.step()
+        trainer.optimizer.zero_grad()
+        for shard in model_shards(trainer.trained):
+            shard.values.fill_(torch.nan)
+        held = live.live
+        live.restart_peak()
+        load(trainer.run, plan(trainer.run).source, trainer.trained)
+        taken = live.peak - held
+    after = trainer.tensors()
+    return {"written": written, "read": read, "before": (None, before), "after": (None, after), "taken": taken}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("layout", rows(LAYOUTS, test=["DP4, ZeRO 1", "DP2 x EP2, whole state"]))
+def test_each_rank_writes_and_reads_its_share_in_the_memory_that_is_planned(gloo, tmp_path, monkeypatch, layout):
+    flags = {**LAYOUTS[layout], "save": str(tmp_path), "load": str(tmp_path), "no_load_rng": True}
+    piece = 2**25 if layout in AT_ONCE else 4096
+    found = gloo.run(4, carried, flags=flags, piece=piece)
+    for carry in ("written", "read"):
+        for kind in ("weights", "optimizer"):
+            sizes = [rank[carry][kind] for rank in found]
+            assert max(sizes) * 4 == pytest.approx(sum(sizes), rel=0.1)
+            # No byte is on two ranks: all of them together carry a step.
+            assert sum(sizes) == pytest.approx(sum(rank["written"][kind] for rank in found), rel=0.1)
+    stepped_trainer.require_same_bits([rank["before"] for rank in found], [rank["after"] for rank in found])
+    monkeypatch.setattr("megatron_moe.checkpoint.dist.PIECE_BYTES", piece)
+    run = build({**stepped_trainer.TINY, **stepped_trainer.STORED, **flags})
+    traces = trace_ranks(run, 4, run.derived.padded_vocab_size(100), device="cpu", imbalance=1.0)
+    plan = loading_memory(run, traces, Machine(device="cpu"))
+    assert plan["host_rank"] == pytest.approx(max(rank["taken"] for rank in found), rel=0.05)
+
+
+def refused_by_one_rank(flags: dict[str, Any]) -> str:
+    """What a run is told of which the second rank cannot read a weight that all ranks hold."""
+    from megatron_moe.checkpoint.step_reader import StepReader
+    from megatron_moe.config.errors import ConfigError
+
+    def unreadable(self: StepReader, key: str, *box: Any) -> torch.Tensor:
+        if torch.distributed.get_rank() == 1 and key.endswith("router.weight"):
+            raise ConfigError("__1_0.distcp ends early")
+        return read(self, key, *box)
+
+    read = StepReader.read
+    with mock.patch.object(StepReader, "read", unreadable):
+        return refusal(flags)
+
+
+def test_what_one_rank_cannot_read_all_of_them_refuse(run, saved):
+    assert run(2, refused_by_one_rank, DISTRIBUTED, load=saved, train_iters=4) == ["__1_0.distcp ends early"] * 2

@@ -6,7 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint import lock as writer_lock
@@ -175,6 +175,66 @@ def test_a_run_may_go_on_without_the_step_that_was_refused(gloo, tmp_path, backg
     assert any(text.startswith(f"CHECKPOINT ERROR: step 2 was not saved: rank 1: {reason}") for text in first["told"])
 
 
+def waited(flags: dict[str, Any]) -> tuple[str, int]:
+    """A run of which one rank writes for longer than a collective may take; how often it was told of its progress."""
+    from megatron_moe.checkpoint import save as save_file
+    from megatron_moe.training.watchdog import Watchdog
+
+    told: list[str] = []
+    _set_pg_timeout(timedelta(seconds=1))
+    at = Watchdog.at
+
+    def noted(self: Watchdog, mark: str, limited: bool = True) -> None:
+        told.append(mark)
+        at(self, mark, limited)
+
+    with mock.patch.object(save_file, "ROUND_SECONDS", 0.2), mock.patch.object(Watchdog, "at", noted):
+        return trained(flags, slow_rank=1, delay=2.5)["checkpoint"], told.count("waiting for a checkpoint")
+
+
+def test_a_rank_may_write_for_longer_than_a_collective_may_take(gloo, tmp_path):
+    flags = {"save": str(tmp_path), "train_iters": 1}
+    for checkpoint, progress in gloo.run(2, waited, flags=flags):
+        assert checkpoint == str(tmp_path / "iter_0000001") and progress >= 2
+
+
+def beside_nccl(flags: dict[str, Any]) -> list[bool]:
+    """Of each exchange of objects in a run's save: whether it goes through a group beside the ranks' own.
+
+    gloo stands for NCCL, whose exchanges would go through the memory of GPUs.
+    """
+    from megatron_moe.parallel import groups
+    from megatron_moe.training.callbacks import checkpointing
+
+    beside: list[bool] = []
+    names = ("all_gather_object", "gather_object", "broadcast_object_list")
+    exchanges = {name: getattr(torch.distributed, name) for name in names}
+    require_unchanged = checkpointing.require_unchanged_data
+
+    def noting(name: str) -> Callable[..., Any]:
+        def exchange(*args: Any, group: Any = None, **more: Any) -> Any:
+            beside.append(group not in (None, torch.distributed.group.WORLD))
+            return exchanges[name](*args, group=group, **more)
+
+        return exchange
+
+    def first_of_a_save(*args: Any) -> None:
+        for name in names:
+            saving.enter_context(mock.patch.object(torch.distributed, name, noting(name)))
+        require_unchanged(*args)
+
+    with ExitStack() as saving:
+        saving.enter_context(mock.patch.object(groups.dist, "get_backend", lambda *_: "nccl"))
+        saving.enter_context(mock.patch.object(checkpointing, "require_unchanged_data", first_of_a_save))
+        trained(flags)
+    return beside
+
+
+def test_objects_of_a_save_do_not_go_through_gpus(gloo, tmp_path):
+    for beside in gloo.run(2, beside_nccl, flags={"save": str(tmp_path), "train_iters": 1}):
+        assert len(beside) > 5 and all(beside)
+
+
 def test_the_last_step_is_never_lost_without_an_error(gloo, tmp_path):
     flags = {**THREE, "on_save_error": "continue", "async_save": True, "save": str(tmp_path)}
     for result in gloo.run(2, refused, flags=flags, number=3, bad_rank=0, where="write"):
@@ -269,91 +329,6 @@ def test_a_folder_that_is_moved_is_not_made_anew_and_goes_on_where_it_is(gloo, t
     (summary,) = gloo.run(1, trained, flags={"load": here, "save": here})
     assert folder.steps(tmp_path / "elsewhere") == [2, 4] and summary["iterations"] == 4
     assert any("that process is dead" in text for text in summary["told"])
-
-
-class Allocations(TorchDispatchMode):
-    """The bytes of all storages that operations make, whether they are freed again or not."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {
-            arg.untyped_storage().data_ptr() for arg in tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor)
-        }
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
-            self.bytes += result.untyped_storage().nbytes()
-        return result
-
-
-def gathered_twice(flags: dict[str, Any], gathered_bytes: int | None) -> dict[str, Any]:
-    """The optimizer's state as the engine gathers it and as we do: how many tensors, and which differ or are absent.
-
-    `pieces` and `allocated` are of our gathers: how many, and the most bytes that those of one bucket allocated.
-    """
-    from megatron_moe.checkpoint import dist
-    from megatron_moe.checkpoint import optimizer as optimizer_state
-    from megatron_moe.checkpoint.save import Saver
-    from megatron_moe.checkpoint.state import metadata, model_state
-
-    found: dict[str, Any] = {"pieces": 0, "allocated": 0}
-    gather_bucket, gather_piece = optimizer_state._gather_bucket, torch.distributed.gather
-
-    def measured(*args: Any) -> None:
-        with Allocations() as allocations:
-            gather_bucket(*args)
-        found["allocated"] = max(found["allocated"], allocations.bytes)
-
-    def counted(*args: Any, **options: Any) -> Any:
-        found["pieces"] += 1
-        return gather_piece(*args, **options)
-
-    def compare(self: Saver, trained: Any, *_: Any) -> bool:
-        options = metadata(trained.pg_collection)
-
-        def tensors_of() -> dict[Any, Any]:
-            state = model_state(trained)
-            own = optimizer_state.sharded_state(trained.optimizer, state, options, loading=False)
-            return {(part.key, part.global_offset): part for part in dist.sharded_tensors(own)}
-
-        engine = tensors_of()
-        limit = optimizer_state.GATHERED_BYTES if gathered_bytes is None else gathered_bytes
-        with (
-            mock.patch.object(optimizer_state, "GATHERED_BYTES", limit),
-            mock.patch.object(optimizer_state, "_gather_bucket", measured),
-            mock.patch.object(torch.distributed, "gather", counted),
-            optimizer_state.gathered_into(trained.optimizer, {}, later=False) as gathered,
-        ):
-            ours = tensors_of()
-        assert engine.keys() == ours.keys()
-        absent = [k for k, part in ours.items() if part.data.untyped_storage().data_ptr() in gathered.absent]
-        unequal = [k for k in ours if k not in absent and not engine[k].data.equal(ours[k].data)]
-        written = [k for k in absent if not any(ours[k].replica_id)]
-        found.update(number=len(ours), absent=len(absent), unequal=unequal, written=written)
-        return True
-
-    with mock.patch.object(Saver, "save", compare):
-        trained({**flags, "train_iters": 2})
-    return found
-
-
-SMALL_BUCKETS = {**OPTIMIZERS["bf16, distributed"], "overlap_grad_reduce": True, "ddp_bucket_size": 3000}
-# Pieces of 101 elements a rank: parts of the larger weights, several small ones, and an uneven one at each end.
-PIECE = 2 * 4 * 101
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize(("world_size", "limit"), [(1, None), (2, None), (2, PIECE)])
-def test_what_is_gathered_is_what_the_engine_gathers_in_bounded_memory(gloo, tmp_path, world_size, limit):
-    """Only its writer has it, and the memory is bounded whatever the size of a bucket."""
-    flags = {**SMALL_BUCKETS, "save": str(tmp_path)}
-    for rank, found in enumerate(gloo.run(world_size, gathered_twice, flags=flags, gathered_bytes=limit)):
-        assert found["number"] > 60 and found["unequal"] == [] and found["written"] == []
-        assert (found["absent"] > 0) == (rank > 0)
-        if limit is not None:
-            assert found["pieces"] > 500
-            received, sent = (limit, limit // 2) if rank == 0 else (0, limit // 2)
-            assert 0 < found["allocated"] <= 2 * (received + sent)
 
 
 def read_only(flags: dict[str, Any]) -> str:

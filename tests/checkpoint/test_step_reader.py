@@ -23,9 +23,19 @@ def test_one_expert_is_read_without_the_others(tmp_path, monkeypatch):
     experts = torch.randn(8, 2, 6, 4)
     reader = StepReader(make_step(tmp_path, 50, tensors={"x": experts}))  # in two parts of four experts
     read, counts = StepReader._bytes, []
-    monkeypatch.setattr(StepReader, "_bytes", lambda *args: counts.append(args[3]) or read(*args))
+    monkeypatch.setattr(StepReader, "_bytes", lambda *args: counts.append(args[3].nbytes) or read(*args))
     assert torch.equal(reader.read("x", (5, 0, 0, 0), (1, 2, 6, 4)), experts[5:6])
     assert counts == [experts[5].nbytes]
+
+
+@pytest.mark.parametrize(("start", "shape"), [((1, 0), (6, 4)), ((3, 1), (2, 2)), ((2, 0), (1, 4))])
+def test_a_box_is_read_into_the_memory_that_is_given(tmp_path, start, shape):
+    tensors = {"rows": torch.randn(8, 4), "columns": torch.randn(4, 8).t()}
+    reader = StepReader(make_step(tmp_path, 50, tensors=tensors))
+    for name, tensor in tensors.items():
+        given = torch.full(shape, torch.nan)
+        assert reader.read(name, start, shape, given) is given
+        assert torch.equal(given, tensor[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]])
 
 
 def test_a_part_with_strides_of_its_own_is_read_too(tmp_path):

@@ -3,7 +3,6 @@
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -62,18 +61,3 @@ def test_nothing_runs_when_it_is_read_for_its_weights(gloo, harmful):
     (result,) = gloo.run(1, outcome, flags={"load": str(root), "finetune": True})
     assert not sentinel.exists()
     assert (result == "loaded") == (name in NOT_READ_BY_LOAD), result
-
-
-def outcome_of_a_swap(flags: dict[str, Any]) -> str:
-    """What came of a run whose step was exchanged right after the check, which saw another."""
-    from megatron_moe.checkpoint import dist
-
-    with mock.patch.object(dist, "check_trusted", lambda folder: None):
-        return outcome(flags)
-
-
-@pytest.mark.parametrize("harmful", ["common.pt", ".metadata", "tensor in a .distcp file"], indirect=True)
-def test_nothing_runs_either_when_the_files_are_exchanged_behind_the_check(gloo, harmful):
-    _, root, sentinel = harmful
-    (result,) = gloo.run(1, outcome_of_a_swap, flags={"load": str(root), "train_iters": 2})
-    assert not sentinel.exists() and result != "loaded"

@@ -210,10 +210,10 @@ def test_a_resume_on_a_replaced_file_exits_with_status_2(scene):
 
 def test_a_file_that_is_replaced_or_disappears_during_the_run_stops_it_before_it_saves(scene):
     trainer = SimpleNamespace(data=data_fingerprint(scene.run()), rank_facts=SimpleNamespace(rank=0))
-    require_unchanged_data(trainer.data, 0)
+    require_unchanged_data(trainer.data)
     ids(scene.folder, "data", OTHERS, VOCABULARY)
     with pytest.raises(ConfigError, match=f"{scene.prefix}.bin was written to after the run began.*none is saved"):
-        require_unchanged_data(trainer.data, 0)
+        require_unchanged_data(trainer.data)
     os.unlink(f"{scene.prefix}.bin")
     assert changed_since(trainer.data) == f"{scene.prefix}.bin: No such file or directory"
 

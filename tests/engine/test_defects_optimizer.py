@@ -1,7 +1,7 @@
 """Gradients, optimizer and loss scale of the engine: each known defect shows there, and not in ours."""
 
 import math
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -264,31 +264,33 @@ def test_all_parameters_share_the_step_of_a_resumed_torch_adam(pg: Any) -> None:
     assert present("S7") == (found[0] == {3.0})
 
 
-def saved_in_buckets(folder: str, as_published: bool) -> list[str]:
-    """Names of weights whose saved fp32 main weight is another's. Small buckets: their padding is in the middle."""
-    from megatron_moe.checkpoint import optimizer as optimizer_state
-    from tests.helpers.trained_steps import SMALL, tensors, trained
+def saved_in_buckets() -> list[str]:
+    """Weights that the engine would save with another's main weight. Small buckets: their padding is in the middle."""
+    from megatron_moe.checkpoint.sharded import sharded_tensors
+    from megatron_moe.checkpoint.state import metadata, unwrapped
+    from tests.helpers.stepped_trainer import SMALL, Trainer
 
-    flags = {
-        **SMALL, "bf16": True, "use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 1000,
-        "train_iters": 1, "save": folder,
-    }  # fmt: skip
-    with ExitStack() as stack:
-        if as_published:
-            stack.enter_context(mock.patch.object(optimizer_state, "compact_buckets", nullcontext))
-        state = tensors(trained(flags)["checkpoint"])
-    weights = {key: value for key, value in state.items() if not key.startswith("optimizer.") and "bias" not in key}
-    assert len(weights) > 25
-    mains = {key: state[f"optimizer.state.param.{key}"].to(torch.bfloat16) for key in weights}
-    return [key for key, weight in weights.items() if not torch.equal(mains[key], weight)]
+    overlap = {"overlap_grad_reduce": True, "ddp_bucket_size": 1000}
+    trainer = Trainer({**SMALL, "bf16": True, "use_distributed_optimizer": True, **overlap})
+    trainer.step()
+    form = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    options = {**metadata(trainer.groups), **form}
+    weights = unwrapped(trainer.model[0]).sharded_state_dict(metadata=options)
+    state = trainer.optimizer.sharded_state_dict(weights, is_loading=False, metadata=options)
+    mains = {(one.key, one.global_offset): one.data.bfloat16() for one in sharded_tensors(state)}
+    known = [one for one in sharded_tensors(weights) if one.dtype == torch.bfloat16]
+    assert len(known) > 25
+    return [
+        one.key
+        for one in known
+        if not torch.equal(mains[f"optimizer.state.param.{one.key}", one.global_offset], one.data)
+    ]
 
 
-def test_state_saved_from_padded_buckets_is_another_weights(gloo: Any, tmp_path: Path) -> None:
-    """Both sides are the engine's; ours tells it where the parameters lie."""
-    for rank in gloo.run(2, saved_in_buckets, folder=str(tmp_path / "stock"), as_published=True):
+def test_state_saved_from_padded_buckets_is_another_weights(gloo: Any) -> None:
+    """Ours: tests/checkpoint/test_dist.py."""
+    for rank in gloo.run(2, saved_in_buckets):
         assert present("E16") == (len(rank) > 5)
-    for rank in gloo.run(2, saved_in_buckets, folder=str(tmp_path / "ours"), as_published=False):
-        assert rank == []
 
 
 def test_the_default_format_of_the_distributed_optimizer_cannot_be_saved(pg: Any, tmp_path: Path) -> None:

@@ -10,15 +10,14 @@ import pytest
 import torch
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer import optimizer as engine_optimizer
-from megatron.core.transformer.module import MegatronModule
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 
 from megatron_moe.engine.adam import Adam
 from megatron_moe.engine.fully_shard import partition_mesh
-from megatron_moe.engine.optimizer import adam_class, cpu_shards_accepted, every_main_param, gathered_by, parts
-from tests.engine.stock import BF16, small_config
+from megatron_moe.engine.optimizer import adam_class, cpu_shards_accepted, parts
+from tests.engine.stock import small_config
 from tests.engine.test_defects_engine import as_published
-from tests.engine.test_defects_optimizer import Weights, distributed, optimizer_of, step_of_ones, wrapped
+from tests.engine.test_defects_optimizer import Weights, optimizer_of, wrapped
 
 pytestmark = pytest.mark.engine
 
@@ -59,31 +58,3 @@ def test_torch_makes_the_groups_of_a_secondary_partition_from_one_groups_ranks(p
     mesh.get_local_rank = mesh.size
     with partition_mesh(mesh):
         assert _fsdp_init._get_post_forward_mesh_info(2, of_one_group).mesh is mesh
-
-
-def test_the_engine_gathers_whole_buffers_into_new_memory_at_every_save(pg: Any) -> None:
-    model, optimizer, part = distributed(Weights(small_config()), pg)
-    step_of_ones(model, optimizer)
-    states = [part.get_parameter_state_dp_zero(use_gloo_comm=False) for _ in range(2)]
-    first, second = (state[0][torch.float32, torch.float32]["exp_avg"] for state in states)
-    assert first.numel() == 4 and torch.equal(first, second) and first.data_ptr() != second.data_ptr()
-    with gathered_by(part, lambda *_, **__: {"ours": 1}):
-        assert part.get_parameter_state_dp_zero() == {"ours": 1}
-
-
-def test_the_engine_saves_one_weights_moments_under_anothers_name_where_dtypes_differ(pg: Any) -> None:
-    module = MegatronModule(small_config(**BF16))
-    module.a = torch.nn.Parameter(torch.ones(3, dtype=torch.float32))
-    module.b = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
-    model = wrapped(module, pg)
-    optimizer = optimizer_of(model, pg, **BF16)
-    step_of_ones(model, optimizer)
-
-    def widths() -> dict[str, int]:
-        state = optimizer.sharded_state_dict(module.sharded_state_dict())["optimizer"]["state"]
-        return {one["exp_avg"].key: one["exp_avg"].data.numel() for one in state.values()}
-
-    with pytest.raises(Exception, match="(?i)shape"):
-        widths()
-    with every_main_param(optimizer):
-        assert widths() == {"optimizer.state.exp_avg.a": 3, "optimizer.state.exp_avg.b": 5}

@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron_moe.engine.adam import Adam
 from megatron_moe.kernels import choice
 from megatron_moe.model.mla import _JoinPositions
-from megatron_moe.moe import dispatch, load_balance
+from megatron_moe.moe import load_balance
 from megatron_moe.moe import routing as own
+from megatron_moe.moe import rows as moves
 from megatron_moe.optim.adam import adam_update
 from megatron_moe.optim.muon import orthogonalized, steps_of
 from megatron_moe.platform.pinned_memory import CopyStream, OffloadedStorage, PinnedPool
@@ -98,7 +99,7 @@ def sorting(stage: Stage, size: int) -> None:
     for name, (ids, experts) in cases.items():
         with stage.attempt(f"sort by expert, {name}"):
             found, wanted = (
-                (*dispatch.sort_by_expert(one, experts, False, counts), counts)
+                (*moves.sort_by_expert(one, experts, False, counts), counts)
                 for one in (ids.to(stage.device), ids)
                 for counts in (one.new_empty(experts),)
             )
@@ -107,8 +108,8 @@ def sorting(stage: Stage, size: int) -> None:
     counts = torch.randint(300, (8, 32), generator=generator)
     counts[3], counts[:, 5] = 0, 0
     with stage.attempt("sort of arrived rows"):
-        found = dispatch.sort_arrived(counts.to(stage.device), int(counts.sum()))
-        wanted = dispatch.sort_arrived(counts, int(counts.sum()))
+        found = moves.sort_arrived(counts.to(stage.device), int(counts.sum()))
+        wanted = moves.sort_arrived(counts, int(counts.sum()))
         equal = all(torch.equal(one.cpu(), other) for one, other in zip(found, wanted, strict=True))
         stage.holds("sort of arrived rows", equal, "order, inverse or ends differ")
 

@@ -165,6 +165,7 @@ def _equal_logits(stage: Stage) -> None:
 # Name in the report -> the doctor's name of the layout, the model, and further flags.
 LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "EP2": ("dp2-ep2", "demo", {}),
+    "EP2, a token once to a node": ("dp2-ep2", "demo", {"moe_alltoall_by_node": True}),
     "TP2+SP": ("tp2", "demo", {}),
     "PP2": ("pp2", "demo", {}),
     "CP2, latents exchanged": ("cp2", "demo", {"mla_cp_exchange": "latent"}),

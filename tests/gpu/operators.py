@@ -16,9 +16,10 @@ from megatron_moe.model.build import _Lookup
 from megatron_moe.model.cross_entropy import cross_entropy, linear_cross_entropy
 from megatron_moe.model.mla import rotated
 from megatron_moe.model.norm import RMSNorm
-from megatron_moe.moe import dispatch, experts
+from megatron_moe.moe import experts
+from megatron_moe.moe import rows as moves
 from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
-from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8
+from megatron_moe.moe.grouped_gemm_fp8 import E4M3, E5M2, TILE, Tiles, TransformerEngineFp8, why_not_by_triton
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_products as kernels_of
 from megatron_moe.parallel import groups
 from tests.gpu.stage import Stage
@@ -145,12 +146,12 @@ def permutation(stage: Stage, dtype: torch.dtype, size: int) -> None:
         return rows.new_zeros(tokens, width).index_add(0, source, rows)
 
     rows = draw(tokens * topk, width, dtype=dtype)
-    compare(stage, "gather_and_sum", lambda r, s: dispatch.sum_copies(r, s // topk, slots.to(r.device)), [rows, order],
+    compare(stage, "gather_and_sum", lambda r, s: moves.sum_copies(r, s // topk, slots.to(r.device)), [rows, order],
             lambda r, s: sums(r, s // topk, s))  # fmt: skip
     compare(stage, "gather_and_sum with missing copies",
-            lambda r, s, p: dispatch.sum_copies(r, s, p, partial=True), [rows[: len(kept)], kept // topk, partial],
+            lambda r, s, p: moves.sum_copies(r, s, p, partial=True), [rows[: len(kept)], kept // topk, partial],
             sums)  # fmt: skip
-    compare(stage, "copy_rows", lambda t, s, p: dispatch.copy_rows(t, s, p),
+    compare(stage, "copy_rows", lambda t, s, p: moves.copy_rows(t, s, p),
             [draw(tokens, width, dtype=dtype), source, slots], lambda t, s, p: t[s])  # fmt: skip
 
 
@@ -176,10 +177,16 @@ def fp8_products(stage: Stage, size: int) -> None:
     width, out = 128 * size, 128
     inputs = {"experts": [1, 0, 37, 128 * size, 3, 200], "a linear layer": [130 * size]}
     why, no_te = platform.why_no_fp8_products(), platform.why_no_transformer_engine()
+    no_kernels = why_not_by_triton()
+    if no_kernels is None:
+        _tiles(stage, size)
+    else:
+        stage.impossible("tiles in FP8, bit for bit", no_kernels)
     for fp8_format in ("e4m3", "hybrid"):
         _, truth = kernels_of(fp8_format, "emulated")
         forms: dict[str, tuple[Operator | None, str]] = {
             "emulated": (truth, ""),
+            "Triton's kernels": (None if no_kernels else kernels_of(fp8_format, "triton")[1], no_kernels or ""),
             "torch's scaled product": (None if why else kernels_of(fp8_format, "scaled")[1], why or ""),
             "Transformer Engine": (None if why or no_te else TransformerEngineFp8(fp8_format), why or no_te or ""),
         }
@@ -192,10 +199,37 @@ def fp8_products(stage: Stage, size: int) -> None:
                 offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
                 weights = draw(len(counts), out, width, dtype=torch.bfloat16, scale=width**-0.5)
                 rows = draw(sum(counts), width, dtype=torch.bfloat16)
-                # The emulation reads offsets where its rows are, the others on the host.
-                host = form != "emulated"
+                # The emulation and our kernels read offsets where the rows are, the others on the host.
+                host = form not in ("emulated", "Triton's kernels")
                 compare(stage, check, lambda r, w, o, k=kernel, h=host: k(r, w, o.cpu() if h else o),
                         [rows, weights, offsets], truth, bound=1e-2)  # fmt: skip
+
+
+def _tiles(stage: Stage, size: int) -> None:
+    """Compare the tiles that our kernels cut with those that torch cuts on the CPU: numbers and scales, bit for bit."""
+    from megatron_moe.kernels import triton_fp8
+
+    counts = [1, 0, 37, 128 * size, 3, 200]
+    rows, offsets = draw(sum(counts), 200 * size, dtype=torch.bfloat16), torch.tensor(counts).cumsum(0).to(torch.int32)
+    rows *= torch.exp(4 * draw(*rows.shape, dtype=torch.bfloat16))
+    stack = draw(3, 2, 136, 200 * size, dtype=torch.bfloat16)
+    on_device = [one.to(stage.device) for one in (rows, stack, offsets)]
+    for dtype in (E4M3, E5M2):
+        with stage.attempt(f"tiles in FP8, bit for bit, {dtype}"):
+            rounded = Tiles.of(rows, 1, TILE, dtype), Tiles.of(on_device[0], 1, TILE, dtype)
+            blocks = Tiles.of(stack, TILE, TILE), Tiles.of(on_device[1], TILE, TILE)
+            pairs = [(a.numbers, b.numbers) for a, b in (rounded, blocks)]
+            pairs += [(a.scales, b.scales) for a, b in (rounded, blocks)]
+            ((numbers, scales),) = triton_fp8.cut_columns(on_device[0].unsqueeze(1), on_device[2], dtype)
+            start = 0
+            for expert in rows.split(counts):
+                wanted = Tiles.of(expert, TILE, 1, dtype)
+                end = start + wanted.numbers.shape[0]
+                pairs += [(wanted.numbers, numbers[:, start:end].t())]
+                pairs += [(wanted.scales, scales[start // TILE : end // TILE])]
+                start = end
+            same = all(torch.equal(a.float(), b.float().cpu()) for a, b in pairs)
+            stage.holds(f"tiles in FP8, bit for bit, {dtype}", same)
 
 
 def _loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:

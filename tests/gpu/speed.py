@@ -4,6 +4,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from benchmarks.contestants import Bound, engine_config, ours
 from benchmarks.problem import Problem, Shape, make_problem, oracle, relative_error
 from megatron_moe import platform
-from megatron_moe.moe.dispatch import copy_rows, sum_copies
+from megatron_moe.model.cuda_graphs import replay_graphs
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import TorchProduct
-from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
+from megatron_moe.moe.grouped_gemm_fp8 import fp8_products, why_not_by_triton
 from megatron_moe.moe.layer import MoELayer
+from megatron_moe.moe.rows import copy_rows, sum_copies
+from megatron_moe.parallel import groups
 from tests.gpu.operators import error_of, one_rank
 from tests.gpu.stage import Stage, milliseconds
 from tests.helpers.errors import worst
@@ -37,12 +40,14 @@ SHAPES = {
 DRY_SHAPES = {"dry": (64, 32, 8, 2, 16)}
 
 
-def layer_of(stage: Stage, shape: tuple[int, ...], dtype: Any, balanced: bool = True) -> Any:
+def layer_of(
+    stage: Stage, shape: tuple[int, ...], dtype: Any, balanced: bool = True, fp8_format: str | None = None
+) -> Any:
     """Return a MoE layer of these sizes with random weights, without a shared expert."""
     tokens, hidden, experts, topk, width = shape
     changes = {"moe_shared_expert_intermediate_size": None, "moe_router_force_load_balancing": balanced}
     config = engine_config(Shape(tokens, hidden, experts, topk, width, 0), dtype, **changes)
-    config.moe_expert_backend = "grouped_mm"
+    config.moe_expert_backend, config.fp8_format = "grouped_mm", fp8_format
     layer = MoELayer(config, layer_number=1).to(stage.device).train()
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -77,6 +82,8 @@ def waits(stage: Stage) -> None:
         else:
             with stage.attempt("the layer as a CUDA graph"):
                 _captured(stage, layer, shape)
+    with stage.attempt("steps that replay CUDA graphs"):
+        _graphs_in_steps(stage)
     with stage.attempt("host syncs per step"):
         _step_waits(stage)
 
@@ -123,6 +130,36 @@ def _captured(stage: Stage, layer: Any, shape: tuple[int, ...]) -> None:
     stage.figure("time of the layer, eager and as a graph", eager_ms=eager_ms, graph_ms=graph_ms)
 
 
+def _graphs_in_steps(stage: Stage) -> None:
+    """Train a model with graphs of three parts, of whole layers, and without: the same bits, and the time of a step."""
+    from tests.helpers.recorded_graphs import RecordedGraph
+    from tests.helpers.stepped_trainer import Trainer  # which needs pytest
+
+    found, times = {}, {}
+    layers = (
+        {} if stage.dry else {"hidden_size": 1024, "moe_ffn_hidden_size": 512, "num_experts": 32, "seq_length": 1024}
+    )
+    balance = {"moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.01,)}
+    parts = {"no": None, "parts": ("attn", "mlp", "moe_router"), "layers": ("attn", "mlp", "moe")}
+    for name, modules in parts.items():
+        captured = {"cuda_graph_impl": "none" if modules is None else "local", "cuda_graph_modules": modules}
+        trainer = Trainer(
+            {"bf16": True, "hidden_dropout": 0.1, "cuda_graph_warmup_steps": 1, **layers, **balance, **captured}
+        )
+        graphs = replay_graphs(trainer.run, trainer.model, RecordedGraph if stage.dry else None)
+        # Otherwise the embedding's gradient is added up in any order.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        steps = [trainer.step(graphs=graphs) for _ in range(4)]
+        torch.use_deterministic_algorithms(False)
+        found[name] = [(repr(one.loss), repr(one.grad_norm), one.expert_bias_hash) for one in steps]
+        repeats = 1 if stage.dry else 8
+        times[name] = milliseconds(stage, lambda _, one=trainer, its=graphs: one.step(graphs=its), repeats, 0)
+        groups.destroy()
+    for name in ("parts", "layers"):
+        stage.holds(f"steps that replay CUDA graphs of {name}", found[name] == found["no"], f"{found}")
+    stage.figure("time of a step, without graphs and with them", **{f"{name}_ms": ms for name, ms in times.items()})
+
+
 def _step_waits(stage: Stage) -> None:
     if stage.dry:
         stage.impossible("host syncs per step", "torch counts them on CUDA alone; the suite counts them on its own")
@@ -158,9 +195,11 @@ def benchmark(stage: Stage) -> None:
             elif stage.left < 25 and not stage.dry:
                 stage.impossible(name, "no time is left")
             else:
-                with stage.attempt(name):
-                    _layer_times(stage, name, shape, figures)
-                torch.cuda.empty_cache()
+                for fp8_format, forms in ((None, ""), ("e4m3", ", FP8")):
+                    if fp8_format is None or (name == next(iter(SHAPES)) and why_not_by_triton() is None):
+                        with stage.attempt(name + forms):
+                            _layer_times(stage, name + forms, shape, figures, fp8_format)
+                        torch.cuda.empty_cache()
         with stage.attempt("operators"):
             first = next(iter((DRY_SHAPES if stage.dry else SHAPES).values()))
             _operator_times(stage, first, figures)
@@ -182,9 +221,11 @@ def bounds(stage: Stage, figures: dict[str, dict[str, float]]) -> None:
         stage.figure(f"bound: {name}", **measured)
 
 
-def _layer_times(stage: Stage, name: str, shape: tuple[int, ...], figures: dict[str, dict[str, float]]) -> None:
+def _layer_times(
+    stage: Stage, name: str, shape: tuple[int, ...], figures: dict[str, dict[str, float]], fp8_format: str | None
+) -> None:
     tokens, hidden, experts, topk, width = shape
-    layer = layer_of(stage, shape, torch.bfloat16)
+    layer = layer_of(stage, shape, torch.bfloat16, fp8_format=fp8_format)
     fresh = [torch.randn(tokens, 1, hidden, device=stage.device, dtype=torch.bfloat16) for _ in range(4)]
     upper = torch.randn(tokens, 1, hidden, device=stage.device, dtype=torch.bfloat16)
     repeats = 2 if stage.dry else 10
@@ -210,7 +251,7 @@ def _layer_times(stage: Stage, name: str, shape: tuple[int, ...], figures: dict[
     dense = milliseconds(stage, lambda _: bound.step(), repeats)
     figures[name] = {"forward_ms": first, "forward_backward_ms": whole, "tflops": 1e3 * tflop / whole}
     figures[name] |= {"x_dense": whole / dense, "peak_gib": peak}
-    stage.figure(f"layer {name}: T{tokens} H{hidden} E{experts} top-{topk} F{width}, bf16", **figures[name])
+    stage.figure(f"layer {name}: T{tokens} H{hidden} E{experts} top-{topk} F{width}", **figures[name])
 
 
 def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dict[str, float]]) -> None:
@@ -237,12 +278,14 @@ def _operator_times(stage: Stage, shape: tuple[int, ...], figures: dict[str, dic
         ),
         "grouped product": (lambda _: TorchProduct()(copies, weight, offsets), 0, 4 * rows * hidden * width),
     }
-    if (why := platform.why_no_fp8_products()) is None:
-        (in_fp8, _), ends = fp8_products("e4m3", "scaled"), offsets.cpu()
-        flops_of_product = calls["grouped product"][2]
-        calls["grouped product, FP8 scaled"] = (lambda _: in_fp8(copies, weight, ends), 0, flops_of_product)
-    else:
-        stage.impossible("operator grouped product, FP8 scaled", why)
+    flops_of_product, ends = calls["grouped product"][2], offsets.cpu()
+    forms = {"triton": (why_not_by_triton(), offsets), "scaled": (platform.why_no_fp8_products(), ends)}
+    for form, (why, read) in forms.items():
+        if why is None:
+            in_fp8 = partial(fp8_products("e4m3", form)[0], copies, weight, read)
+            calls[f"grouped product, FP8 {form}"] = (lambda _, call=in_fp8: call(), 0, flops_of_product)
+        else:
+            stage.impossible(f"operator grouped product, FP8 {form}", why)
     for name, (call, moved, flops) in calls.items():
         ms = milliseconds(stage, call, 2 if stage.dry else 10)
         figures[name] = {"ms": ms}

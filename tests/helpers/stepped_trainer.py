@@ -116,17 +116,18 @@ class Trainer(model_cases.Trainer):
 
     def tensors(self) -> Saved:
         """What this rank would write of weights, optimizer and averages."""
-        from megatron_moe.checkpoint import dist, optimizer
-        from megatron_moe.checkpoint.state import average_state, model_state, optimizer_state
+        from megatron_moe.checkpoint.optimizer import unpacked
+        from megatron_moe.checkpoint.sharded import written_here
+        from megatron_moe.checkpoint.state import average_shards, model_shards, optimizer_shards
 
-        state = model_state(self.trained)
-        averages = {} if self.average is None else average_state(self.trained)
-        with optimizer.gathered_into(self.optimizer, {}, later=False) as gathered:
-            own = optimizer_state(self.trained, state, loading=False)
+        with unpacked(self.optimizer, keep=False):
+            shards = optimizer_shards(self.trained)
+        shards += model_shards(self.trained)
+        shards += [] if self.average is None else average_shards(self.trained)
         found: Saved = {}
-        for shard in dist.shards([own, state, averages]):
-            if shard.is_main and shard.values.untyped_storage().data_ptr() not in gathered.absent:
-                found.setdefault(shard.key, []).append((shard.start, shard.whole, shard.values.detach().clone()))
+        for shard in written_here(shards):
+            values = shard.values.detach().to(shard.dtype, copy=True)
+            found.setdefault(shard.key, []).append((shard.start, shard.whole, values))
         return found
 
     def save(self, iteration: int = 2) -> None:

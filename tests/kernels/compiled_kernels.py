@@ -18,11 +18,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = ROOT / "tests" / "kernels" / "kernel_budget.json"
 ARCHITECTURES = (80, 90, 100)
-MODULES = ("activation", "adam", "dispatch", "loss", "products", "rotary", "routing")
+WITHOUT_FP8 = (80,)
+"""Architectures that have no conversions to FP8."""
+MODULES = ("activation", "adam", "dispatch", "fp8", "loss", "products", "rotary", "routing")
 _TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int64": "i64", "int32": "i32", "bool": "i1"}
 _TYPES |= {"uint16": "u16", "int16": "i16", "uint8": "u8", "int8": "i8"}
 
@@ -34,12 +37,13 @@ def all_kernels() -> Any:
     return SimpleNamespace(**{name: value for name, value in own if not name.startswith("_")})
 
 
-def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def launched(architecture: int) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Return a launch of each kernel: of DeepSeek-V3's MoE layer, attention and loss, on the meta device."""
     import torch
 
     from megatron_moe.kernels.choice import launches_seen_by
     from megatron_moe.parallel.collectives import room_for_rows, weights_behind
+    from megatron_moe.platform import hardware
 
     fused = all_kernels()
     found: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
@@ -51,7 +55,8 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     bf16, fp32, int64 = (
         partial(torch.empty, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32, torch.int64)
     )
-    with launches_seen_by(see):
+    capability = mock.patch.object(hardware, "capability", lambda _: divmod(architecture, 10))
+    with capability, launches_seen_by(see):
         options = SimpleNamespace(topk=8, num_groups=8, group_topk=4, group_score="top2")
         fused.choose_experts(fp32(4096, 256), fp32(256), options)
         fused.expert_weights(fp32(4096, 256), fp32(4096, 256), int64(4096, 8), None, False, True, 2.5)
@@ -75,6 +80,13 @@ def launched() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         tokens = [fp32(1024) for _ in range(3)]
         fused.add_statistics(fp32(1024, 8192), int64(1024), *tokens)
         fused.gradient_of_tile(fp32(1024, 8192), int64(1024), *tokens, torch.bfloat16)
+        if architecture not in WITHOUT_FP8:
+            e4m3, rows = torch.float8_e4m3fn, bf16(32768, 7168)
+            matrices = fused.cut_matrices(bf16(32, 2, 2048, 7168))
+            fused.multiply(fused.cut_rows(rows.unsqueeze(1), e4m3), matrices, ends, (2, 2048), torch.bfloat16)
+            left, _ = fused.cut_columns(bf16(32768, 2, 2048), ends, e4m3, with_rows=True)
+            (right,) = fused.cut_columns(rows.unsqueeze(1), ends, e4m3)
+            fused.multiply_columns(left, right, ends, fp32(32, 4096, 7168), True)
     return found
 
 
@@ -135,16 +147,23 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
     usage = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", said.stdout + said.stderr)
     assert usage is not None, said.stdout + said.stderr
     registers, stack, local = (int(number) for number in usage.groups())
-    narrow = len(re.findall(r"\b(?:ld|st)\.global(?:\.[a-z_:0-9]+)*\.b(?:8|16)\b", built.asm["ptx"]))
+    ptx, name = built.asm["ptx"], kernel.fn.__name__
+    if name.startswith("_cut"):  # to the nearest number, as torch does; the interpreter does not show it
+        assert "max.NaN.f32" in ptx, name
+        assert set(re.findall(r"cvt\.[a-z.]*e[45]m[23]x2\.f32", ptx)) == {"cvt.rn.satfinite.e4m3x2.f32"}, name
+    if name.startswith("_multiply"):
+        assert re.search(r"wgmma.*f32\.e4m3\.e4m3" if architecture < 100 else r"tcgen05\.mma.*f8f6f4", ptx), name
+    narrow = len(re.findall(r"\b(?:ld|st)\.global(?:\.[a-z_:0-9]+)*\.b(?:8|16)\b", ptx))
     return {"registers": registers, "shared": built.metadata.shared, "spilled": stack + local, "narrow": narrow}
 
 
 def main() -> int:
     """Print and write the table; with --check compare with what is written, and say what takes more."""
     os.environ.pop("TRITON_INTERPRET", None)
-    found = {}
-    for name, launch in launched().items():
-        found[name] = {f"sm_{one}": compiled(*launch, one) for one in ARCHITECTURES}
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for one in ARCHITECTURES:
+        for name, launch in launched(one).items():
+            found.setdefault(name, {})[f"sm_{one}"] = compiled(*launch, one)
     if "--check" not in sys.argv:
         lines = [f" {json.dumps(name)}: {json.dumps(taken)}" for name, taken in found.items()]
         BUDGET.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -61,6 +61,29 @@ def test_what_a_kernel_does_not_cover_is_computed_by_torch(monkeypatch: pytest.M
     assert doubled(torch.ones(2)).tolist() == [2, 2] and len(asked) == 1
 
 
+def test_a_kernel_is_looked_for_once_for_each_kind_of_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, ran = [], []
+
+    class Kernel:
+        arg_names = ("rows", "number", "BLOCK")
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def first(*arguments: Any, **constants: Any) -> Any:
+                compiled.append(arguments[1])
+                return SimpleNamespace(run=lambda *given: ran.append(given), function="f", packed_metadata="m")
+
+            return first
+
+    monkeypatch.setattr("triton.runtime.driver._active", SimpleNamespace(get_current_stream=lambda device: "s"))
+    kernel, rows = Kernel(), torch.zeros(8)
+    for number in (32, 48, 33, 35, 2**31):
+        choice.launch(kernel, (3, 2), rows, number, BLOCK=4)
+    choice.launch(kernel, (3, 2), rows[1:], 32, BLOCK=4)
+    choice.launch(kernel, (0, 2), rows, 32, BLOCK=4)
+    assert compiled == [32, 33, 2**31, 32]
+    assert ran == [(3, 2, 1, "s", "f", "m", None, None, None, rows.data_ptr(), number, 4) for number in (48, 35)]
+
+
 # ---- a layer with kernels: the numbers of one without, what a GPU would launch, and what the kernels take of it
 
 
@@ -79,14 +102,19 @@ def totals(**how: Any) -> SimpleNamespace:
 # Launches of a layer, forward and backward.
 LAUNCHES: dict[str, tuple[int, dict[str, Any]]] = {
     "EP 1": (35, {}),
+    "EP 1, shared expert": (50, {"shared": 2048}),
+    "EP 1, groups": (35, {"moe_router_num_groups": 8, "moe_router_group_topk": 4}),
+    "EP 1, capacity": (79, {"moe_expert_capacity_factor": 1.0}),
     "EP 2": (45, {"ep": 2}),
     "EP 8": (45, {"ep": 8}),
     "EP 8, shared expert": (60, {"ep": 8, "shared": 2048}),
     "EP 8, groups": (45, {"ep": 8, "moe_router_num_groups": 8, "moe_router_group_topk": 4}),
     "EP 8, a loss for each sequence": (
-        81,
+        83,
         {"ep": 8, "moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1e-4},
     ),
+    "EP 1, FP8": (39, {"fp8_format": "e4m3"}),
+    "EP 8, FP8": (49, {"ep": 8, "fp8_format": "hybrid"}),
     "EP 8, capacity": (89, {"ep": 8, "moe_expert_capacity_factor": 1.0}),
 }
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_moe.model import cross_entropy, mla
-from megatron_moe.moe import dispatch, experts, grouped_gemm, load_balance, routing
+from megatron_moe.moe import experts, grouped_gemm, load_balance, routing
+from megatron_moe.moe import rows as moves
 from megatron_moe.parallel.collectives import room_for_rows, weights_behind
 from tests.kernels.compiled_kernels import all_kernels
 
@@ -76,10 +77,10 @@ SORTS += [(4, 8, 32, "one row each"), (270, 1, 3, "")]
 def test_choices_are_sorted_by_expert(fused, tokens, topk, num_experts, kind):
     ids = choices(tokens, topk, num_experts, kind)
     for real, partial in ((num_experts, False), (num_experts - 1, True)):  # all experts, and without the last one's
-        found, wanted = (sort(ids, real, partial) for sort in (fused.sort_by_expert, eager(dispatch.sort_by_expert)))
+        found, wanted = (sort(ids, real, partial) for sort in (fused.sort_by_expert, eager(moves.sort_by_expert)))
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
         assert [one.dtype for one in found] == [one.dtype for one in wanted]
-        for sort in (fused.sort_by_expert, eager(dispatch.sort_by_expert)):
+        for sort in (fused.sort_by_expert, eager(moves.sort_by_expert)):
             counts = torch.full((real,), -1)
             assert torch.equal(sort(ids, real, partial, counts)[0], wanted[0])
             assert torch.equal(counts, ids.flatten().bincount(minlength=real)[:real])
@@ -88,7 +89,7 @@ def test_choices_are_sorted_by_expert(fused, tokens, topk, num_experts, kind):
 @pytest.mark.parametrize("counts", [[[3, 0, 300], [0, 0, 1]], [[0, 0]], [[2], [0], [5]]])
 def test_rows_that_arrived_by_rank_are_sorted_by_expert(fused: Any, counts: list[list[int]]) -> None:
     rows = torch.tensor(counts)
-    found, wanted = (sort(rows, int(rows.sum())) for sort in (fused.sort_arrived, eager(dispatch.sort_arrived)))
+    found, wanted = (sort(rows, int(rows.sum())) for sort in (fused.sort_arrived, eager(moves.sort_arrived)))
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     ids = torch.arange(rows.shape[1]).repeat(len(counts)).repeat_interleave(rows.flatten())
     assert torch.equal(found[0], ids.sort(stable=True).indices) and found[2].dtype == torch.int32
@@ -96,7 +97,7 @@ def test_rows_that_arrived_by_rank_are_sorted_by_expert(fused: Any, counts: list
 
 @pytest.mark.parametrize(("tokens", "topk", "num_experts", "kind", "dtype"), in_turn([SORTS[0], *SORTS[2:6]]))
 def test_rows_are_copied_and_summed(fused, tokens, topk, num_experts, kind, dtype):
-    order, source, inverse, *_ = eager(dispatch.sort_by_expert)(choices(tokens, topk, num_experts, kind), num_experts)
+    order, source, inverse, *_ = eager(moves.sort_by_expert)(choices(tokens, topk, num_experts, kind), num_experts)
     generator = torch.Generator().manual_seed(0)
     rows, weights = torch.randn(tokens, 21, generator=generator).to(dtype), torch.rand(tokens * topk)
     for kept in (len(order), 2 * len(order) // 3):  # all copies, and without the last third
@@ -112,7 +113,7 @@ def test_rows_are_copied_and_summed(fused, tokens, topk, num_experts, kind, dtyp
             assert sums is None or torch.equal(sums, weights.masked_fill(slots.flatten() == kept, 0.0))
         if topk % 2 == 0:  # two copies share a weight
             _, sums = fused.add_up_rows(copies, behind, slots, kept < len(order), 21, 2)
-            _, wanted = eager(dispatch.add_up_rows)(copies, behind, slots, kept < len(order), 21, 2)
+            _, wanted = eager(moves.add_up_rows)(copies, behind, slots, kept < len(order), 21, 2)
             assert torch.allclose(sums, wanted)
 
 
@@ -191,7 +192,7 @@ def test_what_is_not_finite_passes_where_torchs_passes(fused, value):
     same(experts.weighted_swiglu_backward, grad, gate_up, probs)
     copies, slots = torch.ones(6, 5), torch.arange(6).view(3, 2)
     copies[3, 1] = value
-    same(dispatch.add_up_rows, copies, torch.ones(6), slots, False, 5)
+    same(moves.add_up_rows, copies, torch.ones(6), slots, False, 5)
     rest, positional, tables = torch.ones(2, 1, 1, 4), torch.ones(2, 1, 1, 4), (torch.ones(2, 1, 1, 2),) * 2
     rest[0, 0, 0, 1] = positional[1, 0, 0, 2] = value
     same(mla.join_positions, rest, positional, *tables)

@@ -132,6 +132,7 @@ MOE = {
     "moe_seq_aux_loss_per": ("document", EXPERTS, {"seq_loss_per": "document"}),
     "moe_pad_expert_input_to_capacity": (True, CAPACITY, {"pad_to_capacity": True}),
     "moe_token_dispatcher_type": ("allgather", EXPERTS, {"dispatcher": "allgather"}),
+    "moe_alltoall_by_node": (True, EXPERTS, {"dispatcher_settings": {"by_node": True}}),
     "moe_enable_deepep": (True, FLEX, {"dispatcher": "flex"}),
     "moe_flex_dispatcher_backend": ("hybridep", FLEX, library("hybridep", None)),
     "moe_deepep_num_sms": (24, FLEX, library("deepep", 24)),

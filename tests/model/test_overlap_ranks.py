@@ -20,6 +20,7 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.engine.schedules import configured
 from megatron_moe.model import build, engine_config
 from megatron_moe.moe.grouped_gemm import DelayedWgrad
+from megatron_moe.parallel import groups
 from megatron_moe.training.start_notes import _expert_notes
 from tests.helpers.rows import rows
 from tests.model import mtp_cases
@@ -107,6 +108,8 @@ def in_fp32() -> Iterator[None]:
 def steps(run: Run) -> dict[str, Any]:
     """A step, with notes where micro-batches overlap."""
     notes: list[str] = []
+    if run.moe.moe_alltoall_by_node:
+        groups.pretend_machines(2)
     with contextlib.ExitStack() as stack:
         if run.moe.moe_token_dispatcher_type == "flex":
             stack.enter_context(deep_ep_stub.installed())
@@ -139,6 +142,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "packed documents": (2, {**EP2, **mtp_cases.APART}, OVERLAP),
     "ETP2": (4, {**SP2, **EP2}, OVERLAP),
     "capacity": (2, {**EP2, "moe_expert_capacity_factor": 0.75}, LATER),
+    "by node": (4, {"expert_model_parallel_size": 4, "moe_alltoall_by_node": True}, LATER),
     "DeepEP": (2, {**EP2, "moe_token_dispatcher_type": "flex"}, OVERLAP),
     "HybridEP": (2, {**EP2, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}, LATER),
 }

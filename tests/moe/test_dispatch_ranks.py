@@ -8,11 +8,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_moe.moe import dispatch
+from megatron_moe.moe import rows as moves
+from megatron_moe.moe.dispatch_by_node import ByNodeDispatcher
 from megatron_moe.moe.options import MoEGroups
 from megatron_moe.moe.routing import RoutingDecision
+from megatron_moe.parallel.groups import pretend_machines
 from tests.helpers.moe_cases import build_layer, random_case, tokens_and_padding
+from tests.helpers.rows import rows
 
-TOKENS, EXPERTS, TOPK = 11, 4, 2
+TOKENS, EXPERTS, TOPK = 11, 12, 3
 # hidden size, dtype, router's dtype, ETP, whether choices are dropped, whether the last rank gets no row
 CASES = {
     "bf16": (24, torch.bfloat16, torch.float32, 1, False, False),
@@ -24,30 +28,26 @@ CASES = {
 
 
 class TwoExchanges(dispatch.AllToAllDispatcher):
-    """The all-to-all with an exchange of the rows and another of the weights."""
+    """The all-to-all with an exchange of the rows and another of the weights, each step a node of the graph."""
 
-    def prepare(self, hidden: torch.Tensor, decision: RoutingDecision) -> Any:
-        with mock.patch.object(dispatch, "pack_weighted", lambda rows, *_: rows):
-            _, plan = super().prepare(hidden, decision)
+    def dispatch(self, hidden: torch.Tensor, decision: RoutingDecision) -> Any:
+        _, plan = self.prepare(hidden, decision, lambda _, *tensors: tensors)
         sort, probs = plan.sent, decision.probs.flatten()
-        rows = dispatch.copy_rows(hidden, sort.source, sort.slots, self.drops)
+        rows = moves.copy_rows(hidden, sort.source, sort.slots, self.drops)
         of_choice = sort.slots.view(probs.shape[0], -1)
-        return (rows, dispatch.copy_rows(probs, sort.order, of_choice, self.drops)), plan
+        weights = moves.copy_rows(probs, sort.order, of_choice, self.drops)
+        sent, arrival = zip(*(self.send((one,), plan) for one in (rows, weights)))
 
-    def send(self, leaving: Any, plan: Any) -> Any:
-        (rows,), arrival = super().send(leaving[:1], plan)
-        return (rows, super().send(leaving[1:], plan)[0][0]), arrival
+        def sorted_alike(step: Any, *arrived: torch.Tensor) -> Any:
+            return [moves.copy_rows(one, step.order, step.inverse.unsqueeze(1)) for one in arrived]
 
-    def arrange(self, arrived: Any, plan: Any) -> Any:
-        def sorted_alike(_: Any, order: torch.Tensor, inverse: torch.Tensor, *__: Any) -> Any:
-            return tuple(dispatch.copy_rows(value, order, inverse.unsqueeze(1)) for value in arrived)
-
-        with mock.patch.object(dispatch, "unpack_weighted", sorted_alike):
-            return super().arrange(arrived, plan)
+        return self.arrange(tuple(one for (one,) in sent), arrival[0], sorted_alike)
 
 
-def exchanged(hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: int, drops: bool, nobody: bool) -> Any:
-    """Rows, weights and both gradients, as bytes: in one exchange and in two."""
+def exchanged(
+    hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: int, drops: bool, nobody: bool, machine: int = 1
+) -> Any:
+    """Rows, weights and both gradients, as bytes: in one exchange, in two, and over nodes of so many ranks."""
     world, rank = dist.group.WORLD, dist.get_rank()
     ep = world.size() // etp
     groups = MoEGroups(world, world, world, world, world, ep, rank // etp, etp, rank % etp)
@@ -55,29 +55,33 @@ def exchanged(hidden_size: int, dtype: torch.dtype, router: torch.dtype, etp: in
     hidden = torch.randn(TOKENS, hidden_size, generator=generator).to(dtype).requires_grad_()
     ids = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(dim=1)[:, :TOPK]
     if nobody:  # the last rank gets no row
-        ids = torch.tensor([[0, 1]]).repeat(TOKENS, 1)
+        ids = torch.tensor([[0, 1, 2]]).repeat(TOKENS, 1)
     probs = torch.randn(TOKENS, TOPK, generator=generator, dtype=router)
     probs[:2, 0] = torch.tensor([float("nan"), 1e-44], dtype=router)  # no number is looked at on the way
     kept = torch.rand(TOKENS, TOPK, generator=generator) < 0.7 if drops else None
     decision = RoutingDecision(ids, probs.requires_grad_(), kept)
     found = []
-    for way in (dispatch.AllToAllDispatcher, TwoExchanges):
+    pretend_machines(machine)
+    for way in (dispatch.AllToAllDispatcher, TwoExchanges, *(() if etp > 1 else (ByNodeDispatcher,))):
         given, _ = way(EXPERTS, groups, drops).dispatch(hidden, decision)
         slope = torch.Generator().manual_seed(10 + rank)
         slopes = [torch.randn(one.shape, generator=slope).to(one.dtype) for one in (given.rows, given.probs)]
         grads = torch.autograd.grad((given.rows, given.probs), (hidden, probs), slopes)
+        assert given.host_offsets is not None and given.host_offsets().tolist() == given.offsets.tolist()
         found.append([one.detach().view(torch.uint8) for one in (given.rows, given.probs, *grads)])
     return found
 
 
-def all_exchanged() -> Any:
-    return {name: exchanged(*case) for name, case in CASES.items()}
+def all_exchanged(machine: int) -> Any:
+    return {name: exchanged(*case, machine) for name, case in CASES.items()}
 
 
-def test_rows_and_weights_have_the_bits_of_two_exchanges(gloo: Any) -> None:
-    for rank in gloo.run(2, all_exchanged):
-        for name, (one, two) in rank.items():
-            assert len(one) == 4 and all(torch.equal(a, b) for a, b in zip(one, two, strict=True)), name
+@pytest.mark.parametrize(("ranks", "machine"), rows([(2, 1), (6, 2), (6, 3)], test=[(2, 1)]))
+def test_rows_and_weights_have_the_bits_of_two_exchanges_and_of_one_that_knows_nodes(gloo: Any, ranks, machine) -> None:
+    for rank in gloo.run(ranks, all_exchanged, machine=machine):
+        for name, (one, *others) in rank.items():
+            for other in others:
+                assert len(one) == 4 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), name
 
 
 def exchanges_of_layer() -> tuple[int, int]:

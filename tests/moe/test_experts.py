@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron_moe import Float16Module
-from megatron_moe.moe.dispatch import LocalDispatcher, build_dispatcher, copy_rows, sum_copies
+from megatron_moe.moe.dispatch import LocalDispatcher, build_dispatcher
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.grouped_gemm import TorchProduct, grouped_linear_loop
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import RoutingDecision
+from megatron_moe.moe.rows import copy_rows, sum_copies
 from tests.helpers.routers import config
 
 

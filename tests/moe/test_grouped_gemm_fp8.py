@@ -9,12 +9,14 @@ from torch import Tensor
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.kernels.choice import launches_seen_by
 from megatron_moe.model.build import build_model
 from megatron_moe.moe import grouped_gemm_fp8 as fp8
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.grouped_gemm import TorchProduct
 from megatron_moe.parallel import groups
 from megatron_moe.platform import env_vars, hardware
+from megatron_moe.training.run import pretrain
 from tests.helpers import scaled_product_stub
 from tests.helpers.stepped_trainer import TINY
 from tests.numbers import reference_fp8 as reference
@@ -116,6 +118,8 @@ def assert_close(found: Tensor, exact: Tensor, sizes: Tensor) -> None:
         ("e4m3", torch.float32, "scaled", 1),
         ("hybrid", torch.bfloat16, "scaled", 0),
         ("hybrid", torch.float32, "emulated", 1),
+        ("e4m3", torch.float32, "triton", 0),
+        ("hybrid", torch.float32, "triton", 1),
     ],
 )
 def test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles(fp8_format, dtype, form, number, monkeypatch):
@@ -140,7 +144,31 @@ def test_fp8_products_and_gradients_are_those_of_fp64_from_the_same_tiles(fp8_fo
         assert_close(weights.grad[expert], wanted[2].flatten(0, 1), sizes[2])
 
 
-@pytest.mark.parametrize("form", ["emulated", "scaled"])
+@pytest.mark.parametrize("form", ["emulated", "triton"])
+def test_gradients_of_weights_are_added_to_their_fp32_sums_unrounded(form):
+    """Without rows there is nothing to add, and to a weight without a sum the gradient is handed on."""
+    rows, weights, offsets, grad = case(1, 136, 144, torch.bfloat16)
+    fp8.Fp8Product(fp8.E4M3, 1, form)(rows, weights, offsets).backward(grad)
+    alone, weights.grad = weights.grad, None
+    kernel = fp8.Fp8Product(fp8.E4M3, 1, form, fused=True)
+    kernel(rows, weights, offsets).backward(grad)
+    assert torch.equal(weights.grad, alone)
+    before, weights.grad = randn(*weights.shape, seed=6), None
+    weights.main_grad = before.clone()
+    kernel(rows, weights, offsets).backward(grad)
+    assert weights.grad.is_sparse and torch.equal(weights.main_grad[1], before[1])
+    added = weights.main_grad.double() - before.double()
+    assert not torch.equal(added.bfloat16().double(), added)
+    # the interpreter cuts bf16 off
+    assert ((added - alone.double()).abs() <= 2**-7 * alone.double().abs() + 1e-6 * before.double().abs() + 1e-4).all()
+
+
+def test_the_scaled_product_adds_to_no_sum():
+    with pytest.raises(ConfigError, match="--gradient-accumulation-fusion, --fp8-format hybrid: .*scaled"):
+        fp8.fp8_products("hybrid", "scaled", fused=True)
+
+
+@pytest.mark.parametrize("form", ["emulated", "scaled", "triton"])
 def test_a_linear_layer_is_one_expert_with_all_rows(form, monkeypatch):
     """Next to a second expert without rows, the rows get places, and the products are those of groups."""
     calls, found = scaled_product_stub.install(monkeypatch), []
@@ -201,15 +229,29 @@ def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format):
 
 @pytest.mark.parametrize(
     ("capability", "cuda", "reason"),
-    [((9, 0), "12.9", None), ((8, 0), "13.0", "8.0"), ((10, 0), "13.0", "10.0"), ((9, 0), "12.8", "CUDA 12.8")],
+    [((9, 0), "12.9", None), ((8, 0), "13.0", "8.0"), ((12, 0), "13.0", "12.0"), ((9, 0), "12.8", "CUDA 12.8")],
 )
-def test_hopper_alone_has_the_scaled_product(capability, cuda, reason, monkeypatch):
+def test_hopper_and_blackwell_have_kernels_and_hopper_alone_has_the_scaled_product(
+    capability, cuda, reason, monkeypatch
+):
     assert "no CUDA device" in str(platform.why_no_fp8_products()) and fp8.fp8_form() == "emulated"
-    for name, found in (("has_streams", True), ("device", torch.device("cpu"))):
-        monkeypatch.setattr(hardware, name, lambda found=found: found)
+    for name, found in (("has_streams", True), ("device", torch.device("cpu")), ("backend", "nccl")):
+        monkeypatch.setattr(hardware, name, lambda *_, found=found: found)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(hardware, "capability", lambda _tensor: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert fp8.fp8_form() == ("scaled" if reason is None else "emulated")
+    monkeypatch.setattr(fp8, "takes_kernels", lambda _: env_vars.chosen[env_vars.KERNELS] == "auto")
+    if capability[0] == 9:
+        assert fp8.fp8_form() == "triton"
+    monkeypatch.setitem(env_vars.chosen, env_vars.KERNELS, "torch")
+    if reason is None:
+        assert fp8.fp8_form() == "scaled"
+    else:
+        with pytest.raises(ConfigError, match=f"--fp8-format: .*{env_vars.FP8}=emulated"):
+            pretrain(replace(Run(), **{**TINY, "bf16": True, "fp8_format": "e4m3"}))
+    monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "triton")
+    with pytest.raises(ConfigError, match=f"{env_vars.FP8}=triton: "):
+        fp8.fp8_form()
     monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "scaled")
     if reason is not None:
         with pytest.raises(ConfigError, match=reason):
@@ -218,3 +260,21 @@ def test_hopper_alone_has_the_scaled_product(capability, cuda, reason, monkeypat
             fp8.fp8_form()
     monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "emulated")
     assert fp8.fp8_form() == "emulated"
+
+
+def test_a_weight_is_cut_once_for_the_micro_batches_of_a_step():
+    kernel, launched, found = fp8.Fp8Product(fp8.E4M3, 1, "triton"), [], []
+    weight = torch.nn.Parameter(randn(136, 144, seed=10))
+    x = randn(130, 144, seed=9).requires_grad_()
+    with launches_seen_by(lambda kernel, *_: launched.append(kernel.fn.__name__)):
+        for kept in (False, True):
+            with fp8.blocks_kept(kept):
+                for _ in range(3):
+                    y = kernel.linear(x, weight)
+                    found.append((y.detach(), *torch.autograd.grad(y.sum(), (x, weight))))
+            assert launched.count("_cut_blocks") == (2 if kept else 6)
+            launched.clear()
+        assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one, strict=True))
+        with torch.no_grad():
+            weight.mul_(2)  # between steps
+        assert torch.equal(kernel.linear(x, weight), 2 * found[0][0])

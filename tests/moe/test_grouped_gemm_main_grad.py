@@ -22,13 +22,13 @@ from megatron_moe.model.engine_config import transformer_config
 from megatron_moe.model.loss import _WithoutPadding
 from megatron_moe.model.mla import _JoinPositions
 from megatron_moe.model.norm import RMSNorm
-from megatron_moe.moe.dispatch import copy_rows, sum_copies
 from megatron_moe.moe.experts import weighted_swiglu
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.layer import SharedExperts
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import _ExpertWeights
+from megatron_moe.moe.rows import copy_rows, sum_copies
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, shared_by_ranks
 from tests.helpers.routers import config

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import build
-from megatron_moe.optim.matrix_exchange import OwnedPart
+from megatron_moe.engine.optimizer import OwnedPart
 from megatron_moe.optim.qk_clip import ClippedWeight, QKClip
 
 ROWS, WIDTH = 6, 3

@@ -88,7 +88,7 @@ def test_the_average_is_that_of_the_main_weights_after_each_step(gloo: Any, case
 
 
 def test_an_average_over_many_steps_is_not_off_by_the_rounding_of_its_decay() -> None:
-    from megatron_moe.optim.matrix_exchange import OwnedPart
+    from megatron_moe.engine.optimizer import OwnedPart
     from megatron_moe.optim.weight_average import AveragedWeight, WeightAverage
 
     generator, decay = torch.Generator().manual_seed(3), 0.9999

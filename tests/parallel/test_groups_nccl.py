@@ -1,6 +1,7 @@
 """NCCL is set up so that our report on a hang comes before its abort, and its flight recorder can be read."""
 
 import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +38,7 @@ def joined(monkeypatch) -> list[tuple[timedelta, dict[str, str]]]:
     init = dist.init_process_group
 
     def instead(backend: str, *, timeout: timedelta, **options: Any) -> None:
-        assert backend == "nccl"
+        assert backend == "nccl" and "device_id" not in options, "groups that members make alone would hang"
         started.append((timeout, environment()))
         init("gloo", timeout=timeout, **options)
 
@@ -88,6 +89,29 @@ def test_what_the_user_has_set_stays_and_with_gloo_nothing_is_set(monkeypatch):
         monkeypatch.setenv(name, value)
     groups.prepare_nccl(timedelta(minutes=10), Path("faults"))
     assert environment() == theirs
+
+
+def wait_beside_nccl() -> float:
+    """The seconds after which a rank that waits in host memory is let go, of 60 that it would wait."""
+    begin = time.monotonic()
+    with (
+        mock.patch.object(dist, "get_backend", lambda *_: "nccl"),
+        mock.patch.object(torch.cuda.nccl, "version", lambda: (2,)),
+    ):
+        groups._make_host_group(timedelta(minutes=1))
+        if dist.get_rank() == 0:
+            threading.Timer(0.2, groups.abort_collectives).start()
+            with pytest.raises(RuntimeError):
+                dist.broadcast_object_list([None], src=1, group=groups.host_group())
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_waits_in_host_memory_beside_nccl_is_let_go_too(rank_parent):
+    pool = GlooPool(rank_parent)  # its connections are lost
+    try:
+        assert max(pool.run(2, wait_beside_nccl)) < 30
+    finally:
+        pool.close()
 
 
 def begin_some(recorder: bool) -> tuple[Any, ...]:

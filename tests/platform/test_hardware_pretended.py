@@ -85,7 +85,8 @@ def test_a_run_goes_on_with_another_kind_of_device(rank_parent, cuda, tmp_path):
 def test_a_broken_transformer_engine_and_recomputation_leave_the_numbers_as_they_are(cuda, plain, tmp_path):
     compiled = tmp_path / "compiled"
     flags = f"{RUN} --recompute-granularity selective --recompute-modules layernorm moe_act mla_up_proj"
-    output, steps = trained(cuda, tmp_path, 2, flags, TORCH_EXTENSIONS_DIR=str(compiled))
+    output, steps = trained(cuda, tmp_path, 2, flags, TORCH_EXTENSIONS_DIR=str(compiled), CUDA_VISIBLE_DEVICES="0")
+    assert "CUDA's allocator: PYTORCH_ALLOC_CONF=expandable_segments:True" in output
     assert "Transformer Engine is not used" in output and "AssertionError: built for another torch" in output
     assert not compiled.exists(), "neither an extension nor a lock"
     assert_equal_bits(steps, plain)

@@ -111,7 +111,7 @@ def test_without_a_layout_every_kind_is_tried_alone_and_in_pairs():
 
 def test_a_layout_in_use_is_reduced_to_its_kinds_and_keeps_its_extras():
     pipeline = {"pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2}
-    extras = {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+    extras = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "moe_alltoall_by_node": True}
     own = replace(TINY, **pipeline, **extras, expert_model_parallel_size=8)
     found = choose(own, small_copy(own), 4)
     assert found.reduced_from == "PP 4, EP 8"
@@ -123,7 +123,7 @@ def test_a_layout_in_use_is_reduced_to_its_kinds_and_keeps_its_extras():
         assert replace(small_copy(own), **layout.flags).derived.model_ranks == (2 if "PP" in layout.kinds else 1)
     full = found.layouts[6].flags
     assert full["num_layers_per_virtual_pipeline_stage"] == 1
-    assert full["use_distributed_optimizer"] and full["overlap_grad_reduce"]
+    assert full["use_distributed_optimizer"] and full["overlap_grad_reduce"] and full["moe_alltoall_by_node"]
 
 
 @pytest.mark.parametrize(

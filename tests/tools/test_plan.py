@@ -1,5 +1,6 @@
 """A layout on paper: the model's own counts, on as many ranks as one likes, and what it says of them."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_moe_tools.plan import tracing
 from megatron_moe_tools.plan.latent_exchange import compared_exchanges
 from megatron_moe_tools.plan.layouts import Machine, legal, nearby_layouts, require_legal
 from megatron_moe_tools.plan.plan import ROUNDS, make_plan, rank_traffic, schedule
-from megatron_moe_tools.plan.tracing import trace_ranks
+from megatron_moe_tools.plan.tracing import share_of_tokens, trace_ranks
 from tests.helpers.rows import rows
 
 TINY = {**PRESETS["tiny"], "vocab_size": 1000, "bf16": True, "use_distributed_optimizer": True}
@@ -160,6 +161,26 @@ def test_traffic_of_one_all_to_all_and_of_a_ring_is_that_computed_by_hand():
     assert rank["traffic"]["DP"]["sent"] == dense * (4 + 2) * 3 / 4
     assert rank["traffic"]["DP"]["between_nodes"] == rank["traffic"]["DP"]["sent"] / 2
     assert rank["traffic"]["expert DP"]["between_nodes"] == rank["traffic"]["expert DP"]["sent"]
+
+
+def test_tokens_that_go_once_to_a_node_are_counted_by_the_runs_own_choice():
+    free = {"moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_topk": 3}
+    run = build({**TINY, **free, "expert_model_parallel_size": 4, "global_batch_size": 16})
+    share = share_of_tokens(run, 2)
+    assert share == pytest.approx(1 - math.comb(4, 3) / math.comb(8, 3), rel=0.01)
+    plain, by_node = (
+        make_plan(replace(run, moe_alltoall_by_node=by_node), 4, Machine(gpus_per_node=2))["ranks"][0]["traffic"]["EP"]
+        for by_node in (False, True)
+    )
+    tokens, row, packed = 2 * 64, 64 * 2, 64 * 2 + 32  # B x S; H in bf16, and with a weight behind it
+    choices, once = tokens * 3 / 2, round(tokens * share)  # of the experts of one other node, and sent there
+    # Three MoE layers, two micro-batches: tokens forward and backward, once with experts and weights; results; counts.
+    assert by_node["between_nodes"] == 6 * (once * (2 * row + 3 * 8) + choices * (row + packed) + (4 + 1) * 8)
+    assert plain["between_nodes"] == 6 * (2 * choices * (row + packed) + 4 * 8)
+    preset = build({**PRESETS["deepseek-v3"], "moe_router_group_topk": 2})
+    assert share_of_tokens(preset, 8) == 2 / 8
+    with pytest.raises(ConfigError, match="--moe-alltoall-by-node"):
+        make_plan(replace(run, moe_alltoall_by_node=True), 4, Machine())
 
 
 @pytest.mark.parametrize("tp", [1, 2])

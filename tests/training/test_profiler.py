@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 TINY = "--preset tiny --mock-data --vocab-size 64 --num-layers 2 --moe-layer-freq [0,1] --seq-length 16".split()
 FEW = ["--global-batch-size", "1", "--micro-batch-size", "1", "--profile-steps", "2", "--profile-warmup", "1"]
 # Where a station's time must have gone: an operation that it alone has.
-FORWARD = {"route": "aten::topk", "dispatch": "_CopyWeighted", "experts": "_GroupedMM", "combine": "_SumCopies"}
+FORWARD = {"route": "aten::topk", "dispatch": "CopyRows", "experts": "_GroupedMM", "combine": "_SumCopies"}
 BACKWARD = {station: f"{FORWARD[station]}Backward" for station in ("dispatch", "experts", "combine")}
 BACKWARD |= {"route": "_ExpertWeightsBackward", "norms": "_RMSNormFunctionBackward"}
 BACKWARD |= {"loss": "_CrossEntropyBackward", "embedding": "_LookupBackward"}

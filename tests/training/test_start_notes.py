@@ -2,16 +2,24 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_moe import platform
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
-from megatron_moe.platform import env_vars
+from megatron_moe.platform import env_vars, hardware
 from megatron_moe.report import Sink
 from megatron_moe.training.run import pretrain
-from megatron_moe.training.start_notes import _precision_notes, _sharding_notes
+from megatron_moe.training.start_notes import (
+    _HIDING_WORK,
+    _expert_notes,
+    _overlap_notes,
+    _precision_notes,
+    _sharding_notes,
+)
 from megatron_moe_tools import compat
 
 TINY = "--preset tiny --mock-data --vocab-size 256 --train-iters 1 --eval-iters 0".split()
@@ -76,6 +84,20 @@ def test_a_run_says_how_many_documents_a_sequence_has_and_what_padding_costs(pac
     assert re.search(rf"documents: 1\.\d\d of the index.*; {padding}.* % .*--packing {packing}", note)
 
 
+def test_data_parallel_gpus_are_told_once_which_overlaps_are_off(monkeypatch):
+    def off(flags: str, ranks: int = 2) -> list[str]:
+        found = _overlap_notes(compat.parse([*TINY, "--bf16", *flags.split()]), ranks)
+        return [flag.removeprefix("--") for note in found for flag in note.rpartition(": ")[2].split(", ")]
+
+    assert off("") == []  # a CPU
+    monkeypatch.setattr(platform, "has_cuda", lambda: True)
+    reduce, gather, fused, shared = (name.replace("_", "-") for name in _HIDING_WORK)
+    assert off("") == [reduce, fused, shared] and off("", ranks=1) == []
+    assert off("--use-distributed-optimizer --no-gradient-accumulation-fusion") == [reduce, gather, shared]
+    assert off(f"--use-distributed-optimizer --{reduce} --{fused} --{shared}") == [gather]
+    assert off("--use-torch-fsdp2") == []
+
+
 def notes(**flags):
     return _precision_notes(build({**PRESETS["tiny"], **flags}))
 
@@ -103,6 +125,16 @@ def test_a_run_with_fp8_says_which_form_computes(monkeypatch):
     assert "31 modules by torch's scaled product" in note and "emulated" not in note
     monkeypatch.setitem(env_vars.chosen, env_vars.FP8, "emulated")
     assert "31 modules emulated" in notes(**fp8)[0]
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 3), (12, 0)])
+def test_a_gpu_that_multiplies_expert_by_expert_is_told_once(capability, monkeypatch):
+    for name, found in (("has_streams", True), ("device", torch.device("cpu"))):
+        monkeypatch.setattr(hardware, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    found = [_expert_notes(SimpleNamespace(run=build({**PRESETS["tiny"], **dtype}))) for dtype in ({"bf16": True}, {})]
+    assert [len(notes) for notes in found] == [capability[0] == 12, 1]
+    assert "no grouped kernel for float32" in found[1][0]
 
 
 def test_kept_modules_are_named_a_few_of_them():

@@ -433,6 +433,33 @@ def shared_expert_stays_on_its_stream(run: Run) -> None:
 
 
 @rule()
+def alltoall_by_node_can_work(run: Run) -> None:
+    """Require for the exchange in two stages the all-to-all, with whole experts on other ranks.
+
+    How many ranks a node has, `training.plan.check_start` knows.
+    """
+    flag = "moe_alltoall_by_node"
+    if not run.moe.moe_alltoall_by_node:
+        return
+    if run.moe.moe_token_dispatcher_type != "alltoall":
+        raise Refusal(
+            (flag, "moe_token_dispatcher_type"),
+            "it is the all-to-all's (HybridEP does the same); use --moe-token-dispatcher-type alltoall, or drop it",
+        )
+    if run.parallel.expert_model_parallel_size == 1:
+        raise Refusal(
+            (flag, "expert_model_parallel_size"),
+            "all experts are on each rank; use an --expert-model-parallel-size of several nodes, or drop it",
+        )
+    if run.derived.expert_tensor_parallel_size > 1:
+        raise Refusal(
+            (flag, "tensor_model_parallel_size", "expert_tensor_parallel_size"),
+            "a copy goes to one rank, and not to several that share an expert; use --expert-tensor-parallel-size 1, or"
+            " drop it",
+        )
+
+
+@rule()
 def flex_flags_agree(run: Run) -> None:
     """Refuse the settings of a library of the flex dispatcher without the dispatcher, or with another library."""
     kind, library = "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"

@@ -88,12 +88,6 @@ def fused_gradients_have_fp32_sums(run: Run) -> None:
             "its experts' gradients are rounded before they are added; use --moe-expert-backend grouped_mm, or drop "
             "the flag",
         )
-    if run.derived.fp8_format_of_experts is not None:
-        raise Refusal(
-            (flag, "fp8_format"),
-            "the experts' gradients are rounded as they leave a product in FP8; give --fp8-modules without experts, or "
-            "drop the flag",
-        )
 
 
 refuse(  # shards are fp32

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 
 from megatron_moe.config import module_names
+from megatron_moe.config.cuda_graphs import existing_modules, obstacle
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules.rule import (
@@ -522,6 +523,28 @@ def delayed_gradients_can_work(run: Run) -> None:
             "these products find the gradients of rows and weights together; use --moe-expert-backend grouped_mm"
             " without --fp8-format, or drop the flag",
         )
+
+
+unread(
+    ("cuda_graph_modules", "cuda_graph_warmup_steps"),
+    "cuda_graph_impl",
+    "no graph is captured; add --cuda-graph-impl local",
+    at="local",
+    in_megatron=True,
+)
+
+
+@rule()
+def named_modules_can_be_captured(run: Run) -> None:
+    """Refuse graphs of modules that the model does not have, or whose passes a graph cannot repeat."""
+    named = run.training.cuda_graph_modules or ()
+    if "moe" in named and "moe_router" in named:
+        raise Refusal(("cuda_graph_modules",), "moe holds the router; drop moe_router")
+    for module in named:
+        if module not in (existing := existing_modules(run)):
+            raise Refusal(("cuda_graph_modules",), f"no {module} is captured in this model; use {' '.join(existing)}")
+        if (found := obstacle(run, module)) is not None:
+            raise Refusal(("cuda_graph_modules", found[0]), f"{found[1]}; drop {module}, or change the other setting")
 
 
 refuse(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_moe import platform
-from megatron_moe.checkpoint.errors import SaveError
+from megatron_moe.checkpoint.errors import SaveError, on_rank_zero
 from megatron_moe.checkpoint.folder import step_folder
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.data.checks import Fingerprint, changed_since
@@ -23,6 +22,11 @@ from megatron_moe.training.trainer import Trainer
 
 class Checkpointing(Callback):
     """Saves every `--save-interval`, when the run is to stop, and at its end; does nothing without `--save`."""
+
+    def before_training(self) -> None:
+        """Let the watchdog know of each rank's progress with a checkpoint that all wait for."""
+        if self.trainer.saver is not None:
+            self.trainer.saver.moved = partial(self.trainer.at, "waiting for a checkpoint")
 
     def before_update(self, step: Step) -> None:
         """Wait until a checkpoint in the background has copied the state, which changes now."""
@@ -75,7 +79,7 @@ def save(trainer: Trainer) -> None:
     # However long that takes: a rank that hangs makes the others' collectives run into their timeout.
     trainer.at(f"iteration {iteration}, saving", limited=False)
     trainer.check_precision("saving")
-    require_unchanged_data(trainer.data, trainer.rank_facts.rank)
+    require_unchanged_data(trainer.data)
     if (damage := damage_on_ranks(trainer.trained, trainer.rank_facts)) is not None:
         raise RunFault(
             f"saving iteration {iteration}: {damage}; nothing is written, the checkpoints that are there stay"
@@ -105,16 +109,18 @@ def save(trainer: Trainer) -> None:
         trainer.saved = step_folder(Path(trainer.run.checkpoint.save or ""), iteration)
 
 
-def require_unchanged_data(data: Fingerprint, rank: int) -> None:
+def require_unchanged_data(data: Fingerprint) -> None:
     """Refuse to go on where a data file changed since the start: what was trained on is not known any more.
 
     Raises:
         ConfigError: on every rank, naming the file.
     """
-    changed = [changed_since(data) if rank == 0 else None]
-    torch.distributed.broadcast_object_list(changed, src=0)
-    if changed[0] is not None:
-        raise ConfigError(
-            f"{changed[0]}: steps after the last checkpoint may have read it, so none is saved; put the file back "
-            "and resume from there"
-        )
+
+    def check() -> None:
+        if (changed := changed_since(data)) is not None:
+            raise ConfigError(
+                f"{changed}: steps after the last checkpoint may have read it, so none is saved; put the file back "
+                "and resume from there"
+            )
+
+    on_rank_zero(check)

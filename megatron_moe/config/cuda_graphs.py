@@ -1,0 +1,67 @@
+"""Which modules of a run are captured in CUDA graphs, and what stands in the way of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_moe.config.fields import all_fields
+from megatron_moe.config.schema import Run
+
+_EVERY = "attn mlp moe moe_router"
+_EXCHANGES, _ON_HOST = "exchanges between ranks are not captured", "the host has to know how many rows a pass has"
+_BALANCE = "moe_router_load_balancing_type"
+_RECOMPUTED = {"core_attn": "attn", "mla_up_proj": "attn", "mlp": "mlp", "layernorm": "attn mlp moe"}
+_RECOMPUTED |= {"moe": "moe moe_router", "moe_act": "moe", "shared_experts": "moe"}
+"""What `--recompute-modules` names -> the modules that it is within, or that are within it."""
+_OBSTACLES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
+    (_EVERY, "tensor_model_parallel_size", lambda size: size > 1, _EXCHANGES),
+    (_EVERY, "context_parallel_size", lambda size: size > 1, _EXCHANGES),
+    (_EVERY, "overlap_moe_expert_parallel_comm", bool, "layers run in parts"),
+    (_EVERY, "fine_grained_activation_offloading", bool, "a graph's activations stay where they are"),
+    (_EVERY, "recompute_granularity", lambda kind: kind == "full", "whole layers are recomputed"),
+    ("attn", "attention_dropout", bool, "no graph can switch to the random stream that it draws from"),
+    ("attn mlp", "transformer_impl", lambda kind: kind != "local", "Transformer Engine's modules are not captured"),
+    ("attn mlp moe", "fp8_format", bool, "products in FP8 are not captured"),
+    ("moe moe_router", _BALANCE, lambda kinds: "sinkhorn" in kinds, "the host ends the iteration of sinkhorn"),
+    ("moe moe_router", _BALANCE, lambda kinds: "global_aux_loss" in kinds, _EXCHANGES),
+    ("moe", "expert_model_parallel_size", lambda size: size > 1, _ON_HOST),
+    ("moe", "moe_expert_capacity_factor", lambda factor: factor is not None, _ON_HOST),
+    ("moe", "moe_expert_backend", lambda kind: kind != "grouped_mm", "it reads on the host how many rows a pass has"),
+    ("moe", "moe_shared_expert_overlap", bool, "its stream is not captured"),
+)
+"""Modules, the setting that stands in their way, its values that do, and why."""
+
+
+def captured_modules(run: Run) -> tuple[str, ...]:
+    """Return the modules that a run captures: those of `--cuda-graph-modules`, or all without an obstacle.
+
+    attn is a layer's attention with its norm and sum, mlp and moe are the same of a dense MLP and of experts, and
+    moe_router is the router, which is not captured by itself within moe.
+    """
+    if run.training.cuda_graph_impl == "none":
+        return ()
+    if (named := run.training.cuda_graph_modules) is not None:
+        return named
+    possible = [module for module in existing_modules(run) if obstacle(run, module) is None]
+    return tuple(module for module in possible if module != "moe_router" or "moe" not in possible)
+
+
+def existing_modules(run: Run) -> list[str]:
+    """Return Megatron-LM's names of what the model has and a graph may hold."""
+    pattern = run.derived.moe_layer_pattern
+    return ["attn", *([] if all(pattern) else ["mlp"]), *(["moe", "moe_router"] if any(pattern) else [])]
+
+
+def obstacle(run: Run, module: str) -> tuple[str, str] | None:
+    """Return the setting that stands in the way of capturing an existing module, and why; None if nothing does."""
+    if run.derived.zero_stage >= 2:
+        field = "use_torch_fsdp2" if run.parallel.use_torch_fsdp2 else "data_parallel_sharding_strategy"
+        return field, "weights or gradients move from pass to pass"
+    for name, modules in _RECOMPUTED.items():
+        if name in run.derived.recomputed_modules and module in modules.split():
+            return "recompute_modules", f"{name} is recomputed within it or around it"
+    for modules, field, is_in_the_way, reason in _OBSTACLES:
+        if module in modules.split() and is_in_the_way(getattr(getattr(run, all_fields()[field].section), field)):
+            return field, reason
+    return None
