@@ -21,6 +21,7 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     (_EVERY, "fine_grained_activation_offloading", bool, "a graph's activations stay where they are"),
     (_EVERY, "recompute_granularity", lambda kind: kind == "full", "whole layers are recomputed"),
     ("attn", "attention_dropout", bool, "no graph can switch to the random stream that it draws from"),
+    ("attn", "reset_attention_mask", bool, "the host has to know where documents begin"),
     ("attn mlp", "transformer_impl", lambda kind: kind != "local", "Transformer Engine's modules are not captured"),
     ("attn mlp moe", "fp8_format", bool, "products in FP8 are not captured"),
     ("moe moe_router", _BALANCE, lambda kinds: "sinkhorn" in kinds, "the host ends the iteration of sinkhorn"),
