@@ -178,6 +178,13 @@ class DerivedSettings:
             return None
         return self._run.parallel.mla_cp_exchange or exchange_cost(self._run, self.params_dtype_name).cheaper
 
+    @cached_property
+    def routers_know_documents(self) -> bool:
+        """Whether routers are told `documents`, because tokens may be padding, or because they balance by documents."""
+        data = self._run.data
+        may_pad = data.packing != "none" or data.program_data
+        return data.reset_attention_mask and (may_pad or self._run.moe.moe_seq_aux_loss_per == "document")
+
     # Batches and schedule
 
     def global_batch_size(self, world_size: int) -> int:

@@ -338,6 +338,8 @@ def forward_step(
     # Attention is causal by construction; what the engine calls its mask are the documents, if these are kept apart.
     # Only for the logs of multi-token prediction: that loss goes with its target's, see model/mtp.py.
     mask = {"loss_mask": batch["loss_mask"]} if get_model_config(chunk).mtp_num_layers else {}
+    if get_attr_wrapped_model(chunk, "routers_know_documents"):
+        mask["padding_mask"] = batch[DOCUMENTS]
     run = chunk.build_schedule_plan if return_schedule_plan else chunk
     documents, positions = batch.get(DOCUMENTS), batch["position_ids"]
     if documents is not None and positions is not None:
