@@ -24,13 +24,20 @@ def share_of(
     batch: dict[str, torch.Tensor], pg_collection: Any, micro_batch_size: int
 ) -> list[dict[str, torch.Tensor]]:
     """This rank's micro-batches of a global batch."""
-    from megatron_moe.parallel.sequence import context_parallel_slice
+    from megatron_moe.data.batches import DOCUMENTS, PLACES
+    from megatron_moe.parallel.sequence import balanced_places, context_parallel_slice
 
     cp, dp = pg_collection.cp, pg_collection.dp
     share = len(batch["tokens"]) // dp.size()
-    batch = {key: context_parallel_slice(tensor, cp.rank(), cp.size()) for key, tensor in batch.items()}
     starts = range(dp.rank() * share, (dp.rank() + 1) * share, micro_batch_size)
-    return [{key: tensor[at : at + micro_batch_size] for key, tensor in batch.items()} for at in starts]
+    micro_batches = [{key: tensor[at : at + micro_batch_size] for key, tensor in batch.items()} for at in starts]
+    for one in micro_batches:
+        if DOCUMENTS in one and cp.size() > 1:
+            places = torch.from_numpy(balanced_places(one[DOCUMENTS].numpy(), cp.size()))
+            one.update({key: tensor[:, places[cp.rank()]] for key, tensor in one.items()}, **{PLACES: places})
+        else:
+            one.update({key: context_parallel_slice(tensor, cp.rank(), cp.size()) for key, tensor in one.items()})
+    return micro_batches
 
 
 class Trainer:
