@@ -6,6 +6,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
@@ -62,7 +63,7 @@ PACKED: list[tuple[str, int, int, dict[str, Any]]] = [
 
 
 def packing(length: int, sequences: int, number: int) -> numpy.ndarray:
-    """`documents` [sequences, length] of a stream of documents: one of 1 token, one of several sequences, and others."""
+    """`documents` [sequences, length] of a stream of documents, among them one of 1 token and a long one."""
     random = numpy.random.default_rng(number)
     lengths = [1, *numpy.exp(random.uniform(0, numpy.log(2 * length), sequences * length)).astype(int)]
     lengths.insert(int(random.integers(1, 12)), length + 7)
@@ -93,6 +94,11 @@ def alone(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def whole(tensor: Any) -> Any:
+    """A fully sharded model's tensor in one piece, on all ranks together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def trained(run: Run, number: int, apart: bool = False) -> dict[str, Any]:
     """Evaluate a packing, or its documents `apart`, and take a step on it; the token losses that this rank has seen."""
     trainer, stock = cases.Trainer(run), step.forward_step
@@ -121,7 +127,7 @@ def trained(run: Run, number: int, apart: bool = False) -> dict[str, Any]:
     with mock.patch.multiple(step, forward_step=noting, prepare_global_batch=announced):
         result = trainer.step_of([iter(batches) for _ in trainer.model], len(batches))
     with gathered_parameters(trainer.model):
-        tensors = cases.tensors_of(trainer.model)
+        tensors = {name: tuple(map(whole, each)) for name, each in cases.tensors_of(trainer.model).items()}
     return {
         "numbers": (evaluated, result.loss, *result.mtp_losses, result.grad_norm),
         "losses": losses,
