@@ -256,6 +256,12 @@ def hex_of(low: float, high: float) -> str | None:
     return None if (low, high) == NOTHING else f"{int(high) % (1 << 32):08x}{int(low) % (1 << 32):08x}"
 
 
+def attended_pairs(documents: Tensor) -> int:
+    """Return the number of pairs of a query and a key it sees. documents: int64 [B, S], on the CPU; -1: padding."""
+    ends = torch.arange(1, documents.shape[-1] + 1)
+    return int((ends - documents)[documents >= 0].sum())
+
+
 class BatchIterator:
     """An endless iterator over the micro-batches of one rank and model chunk.
 
@@ -286,7 +292,7 @@ class BatchIterator:
         self._receive = receive
         self._samples_per_round = samples_per_round
         self._hashed_from, self._hashed_keys = hashed_from, hashed_keys
-        self._words = NOTHING
+        self._words, self._pairs = NOTHING, 0
         self.consumed_samples = consumed_samples
         self.observer: Callable[[Batch], None] | None = None
 
@@ -302,6 +308,8 @@ class BatchIterator:
                 samples = packed[: self._hashed_keys]
                 words = (sample_words(first + row, samples[:, row]) for row in range(samples.shape[1]))
                 self._words = added((self._words, *words))
+                if self._hashed_keys > len(KEYS):
+                    self._pairs += attended_pairs(packed[len(KEYS)])
             batch = self._receive(packed)
         self.consumed_samples += self._samples_per_round
         if self.observer is not None:
@@ -312,6 +320,11 @@ class BatchIterator:
         """Return this rank's share of the hash of the samples that were read since the last call."""
         words, self._words = self._words, NOTHING
         return words
+
+    def take_attended_pairs(self) -> int:
+        """Return this rank's share of the `attended_pairs` of what was read since the last call; 0 if not apart."""
+        pairs, self._pairs = self._pairs, 0
+        return pairs
 
 
 def batch_iterators(
