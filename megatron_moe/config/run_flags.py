@@ -227,7 +227,7 @@ class DataConfig:
     num_workers: int = setting(0, "processes that read data, per rank", within=COUNT)
     reset_position_ids: bool = setting(False, "positions start again after an end-of-document token")
     reset_attention_mask: bool = setting(
-        False, "tokens attend to their own document alone, and none is trained to predict the next document's first"
+        False, "tokens attend to their own document alone, and none predicts the next one's first"
     )
     eod_mask_loss: bool = setting(False, "no loss on end-of-document tokens")
     no_mmap_bin_files: bool = setting(False, "read .bin files instead of mapping them")
