@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.engine.layers import AttnMaskType, get_cuda_rng_tracker
+from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.model.context_parallel import (
     OverRanks,
     attend_block,
@@ -35,7 +36,7 @@ WHOLE = "whole"
 """The `cp_comm_type` of an attention that is given the keys and values of the whole sequence."""
 
 
-class SDPACoreAttention(torch.nn.Module):
+class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
     """A module that computes softmax(q k^T x scale) v with a causal mask, softmax in fp32 and dropout in training.
 
     Queries may share key/value heads (grouped-query attention: head i of n uses group i // (n / g)), and values may
