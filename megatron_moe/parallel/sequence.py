@@ -121,15 +121,15 @@ def once(tensor: Tensor, what: Hashable, make: Callable[[], T]) -> T:
     return found[1][what]
 
 
-MOST_BLOCKS, SMALLEST_BLOCK, BALANCED = 64, 8, 1.02
-"""Blocks of a rank, at most, and tokens of a block, at least; fewer where the most work is this share of the mean."""
+MOST_BLOCKS, BALANCED = 64, 1.02
+"""Blocks of a rank, at most; fewer where the most work of a rank is this share of the mean."""
 
 
 def balanced_places(firsts: numpy.ndarray, size: int) -> numpy.ndarray:
     """Return the positions of each rank's tokens, int64 [size, S / size], ascending within a rank.
 
     The longest attention first, each block goes to the rank with the least so far, until it has its number of blocks.
-    With one document that is the split into 2 x size chunks. Blocks are halved until ranks have equal work.
+    With one document that is the split into 2 x size chunks. Blocks get smaller until ranks have equal work.
 
     Args:
         firsts: int64 [B, S], for each token the position of the first one that it sees; -1: padding, which sees none.
@@ -137,15 +137,12 @@ def balanced_places(firsts: numpy.ndarray, size: int) -> numpy.ndarray:
     length = firsts.shape[1]
     place = numpy.arange(length)
     work = numpy.where(firsts < 0, 0, place - firsts + 1).sum(axis=0)
-    blocks = 2
-    while True:
+    for blocks in (count for count in range(2, MOST_BLOCKS + 1) if length % (size * count) == 0):
         of_block = work.reshape(size * blocks, -1).sum(axis=1)
         owned, loads = _shared_out(of_block, size)
-        halved = length // (size * blocks * 2)
-        even = max(loads) * size <= BALANCED * max(int(of_block.sum()), 1)
-        if even or 2 * blocks > MOST_BLOCKS or halved < SMALLEST_BLOCK or length % (size * blocks * 2):
-            return place.reshape(size * blocks, -1)[owned].reshape(size, -1)
-        blocks *= 2
+        if max(loads) * size <= BALANCED * int(of_block.sum()):
+            break
+    return place.reshape(owned.size, -1)[owned].reshape(size, -1)
 
 
 def _shared_out(work: numpy.ndarray, size: int) -> tuple[numpy.ndarray, list[int]]:
