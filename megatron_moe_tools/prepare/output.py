@@ -8,7 +8,8 @@ moment at which a process was killed.
 A part's documents are dealt out over as many pieces as `--partitions` says, document i to piece i modulo that number:
 which partition a piece belongs to depends on the number of documents before the shard, which is known when all shards
 are done. For each key K and piece P there are `K.P.bin` (tokens), `K.P.lengths` (int32, tokens of each sequence) and
-`K.P.counts` (int32, sequences of each document). Worker processes write parts: no torch and no engine here.
+`K.P.counts` (int32, sequences of each document), of conversations also `K.P.mask` (uint8, for each token 1 if it is
+trained). Worker processes write parts: no torch and no engine here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from multiprocessing import connection
 from pathlib import Path
@@ -38,7 +40,7 @@ import numpy
 from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError, RunFault, listing
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
-from megatron_moe.data.index_file import DTYPES, FORMAT, MAGIC, Sidecar, token_dtype
+from megatron_moe.data.index_file import DTYPES, FORMAT, MAGIC, MASK, SUFFIXES, Sidecar, token_dtype
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_moe.io.files import (
@@ -54,7 +56,17 @@ from megatron_moe.io.files import (
 from megatron_moe.io.hashing import FileEntry, HashingFile, blocks_of_file
 from megatron_moe.io.program import note
 from megatron_moe.io.texts import size_text
-from megatron_moe_tools.prepare.inputs import EXCERPT, BadRecord, InputRecord, Shard, as_texts, read_span, stopped_at
+from megatron_moe_tools.prepare.chat import CHAT_KEYS, ChatEncoder, ChatFormat, ChatIds, conversation_of
+from megatron_moe_tools.prepare.inputs import (
+    EXCERPT,
+    BadRecord,
+    InputRecord,
+    Shard,
+    Span,
+    as_texts,
+    read_span,
+    stopped_at,
+)
 
 PART_FACTS, PART_REJECTS = "part.json", "rejects.jsonl"
 STOP, SKIP = "stop", "skip"
@@ -63,7 +75,10 @@ _BLOCK = 4 << 20
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The options of megatron-moe prepare, one field per flag. With `workers` None there is one per core."""
+    """The options of megatron-moe prepare, one field per flag. With `workers` None there is one per core.
+
+    `chat` is what `--chat-template` names, with `--train-on` and `--seq-length`; it is no flag.
+    """
 
     input: tuple[str, ...]
     output_prefix: str
@@ -88,6 +103,10 @@ class PreprocessOptions:
     log_interval: int | None = None
     on_bad_line: str = STOP
     max_bad_lines: float | None = None
+    chat_template: str | None = None
+    train_on: str | None = None
+    seq_length: int | None = None
+    chat: ChatFormat | None = None
 
     @property
     def num_pieces(self) -> int:
@@ -109,7 +128,7 @@ class PreprocessOptions:
         """Paths of all files that are written."""
         found = []
         for prefix in self.prefixes:
-            found += [prefix + suffix for suffix in (".bin", ".idx", ".json")]
+            found += [prefix + suffix for suffix in SUFFIXES]
         return [*found, self.rejects]
 
 
@@ -281,6 +300,9 @@ class ResumeDir:
                 sizes[f"{key}.{number}.counts"] = 4 * piece["num_documents"]
                 if (place / f"{key}.{number}.bin").exists() or not self.assembling:
                     sizes[f"{key}.{number}.bin"] = itemsize * piece["num_tokens"]
+                mask = f"{key}.{number}{MASK}"
+                if piece["mask"] is not None and ((place / mask).exists() or not self.assembling):
+                    sizes[mask] = piece["num_tokens"]
         for name, size in sizes.items():
             if not (place / name).is_file() or (place / name).stat().st_size != size:
                 return None
@@ -336,6 +358,10 @@ def _locked(path: Path, how: int) -> IO[str]:
 # ---- a part
 
 
+Document = list[list[int]] | ChatIds
+"""The sequences of ids of a text, or a conversation with the mask of its trained tokens."""
+
+
 @dataclass
 class DocumentPiece:
     """Every `num_pieces`-th document of a part, for one key, while it is written."""
@@ -343,26 +369,31 @@ class DocumentPiece:
     tokens: HashingFile
     lengths: HashingFile
     counts: HashingFile
+    mask: HashingFile | None = None
     num_tokens: int = 0
     num_sequences: int = 0
     num_documents: int = 0
     min_id: int = 1 << 62
     max_id: int = -1
 
-    def add(self, sequences: list[list[int]], dtype: numpy.dtype) -> None:
+    def add(self, document: Document, dtype: numpy.dtype) -> None:
         """Append a document."""
+        sequences = [document.ids] if isinstance(document, ChatIds) else document
         ids = numpy.array(sequences[0] if len(sequences) == 1 else list(chain(*sequences)), dtype=dtype)
         self.tokens.write(ids)
         self.lengths.write(numpy.array(list(map(len, sequences)), dtype=numpy.int32))
         self.counts.write(numpy.array([len(sequences)], dtype=numpy.int32))
+        if self.mask is not None and isinstance(document, ChatIds):
+            self.mask.write(numpy.array(document.mask, dtype=numpy.uint8))
         self.num_tokens += len(ids)
         self.num_sequences += len(sequences)
         self.num_documents += 1
         self.min_id, self.max_id = min(self.min_id, int(ids.min())), max(self.max_id, int(ids.max()))
 
     def facts(self) -> dict[str, Any]:
-        """Return what part.json says of the piece: the hash of its tokens, and the numbers."""
+        """Return what part.json says of the piece: the hashes of its tokens and of their mask, and the numbers."""
         facts = dict(vars(self), sha256=self.tokens.entry()["sha256"])
+        facts["mask"] = None if self.mask is None else self.mask.entry()["sha256"]
         del facts["tokens"], facts["lengths"], facts["counts"]
         return facts
 
@@ -379,6 +410,8 @@ def write_part(options: PreprocessOptions, tokenizer: Tokenizer, task: Task) -> 
     """
     shard, place = task
     dtype = token_dtype(tokenizer.vocab_size)
+    read = reader_of(options)
+    encode = None if options.chat is None else chat_encoder(options, tokenizer)
     written, records, rejected = 0, [0] * len(shard), Counter[str]()
     aside = place.with_name(f"{place.name}.{os.getpid()}")
     aside.mkdir()
@@ -391,21 +424,26 @@ def write_part(options: PreprocessOptions, tokenizer: Tokenizer, task: Task) -> 
                     tokens = stack.enter_context(new_file(aside / f"{key}.{number}.bin"))
                     lengths = stack.enter_context(new_file(aside / f"{key}.{number}.lengths"))
                     counts = stack.enter_context(new_file(aside / f"{key}.{number}.counts"))
-                    pieces[-1].append(DocumentPiece(tokens, lengths, counts))
+                    piece = DocumentPiece(tokens, lengths, counts)
+                    if options.chat is not None:
+                        piece.mask = stack.enter_context(new_file(aside / f"{key}.{number}{MASK}"))
+                    pieces[-1].append(piece)
             rejects = stack.enter_context(new_file(aside / PART_REJECTS))
             for number, span in enumerate(shard):
                 span.require_unchanged()
-                for record in read_span(span, options.json_keys):
+                for record in read(span):
                     records[number] += 1
                     try:
-                        documents = _documents(options, tokenizer, record)
+                        documents: Sequence[Document] = (
+                            _of_texts(options, tokenizer, record) if encode is None else [encode(record)]
+                        )
                     except BadRecord as bad:
                         if options.on_bad_line == STOP:
                             raise stopped_at(span, record, bad) from None
                         rejected[bad.reason] += 1
                         shown = record.content[: 4 * EXCERPT].decode("utf-8", errors="backslashreplace")
                         if record.values and not record.content:
-                            shown = as_texts(record.values[0])[0]
+                            shown = str(record.values[0])
                         reject = {
                             "span": number,
                             "line": record.number + bad.lines_before,  # in the span
@@ -435,8 +473,31 @@ def write_part(options: PreprocessOptions, tokenizer: Tokenizer, task: Task) -> 
         raise
 
 
-def _documents(options: PreprocessOptions, tokenizer: Tokenizer, record: InputRecord) -> list[list[list[int]]]:
-    """Return the sequences of ids of a record's document, for each key.
+def reader_of(options: PreprocessOptions) -> Callable[[Span], Iterator[InputRecord]]:
+    """Return what reads the records of a span: texts, or with a chat template conversations."""
+    if options.chat is None:
+        return partial(read_span, keys=options.json_keys)
+    (key,) = options.json_keys
+    return partial(
+        read_span, keys=(key, *CHAT_KEYS), take=lambda record, _, there: [conversation_of(record, key, there)]
+    )
+
+
+def chat_encoder(options: PreprocessOptions, tokenizer: Tokenizer) -> Callable[[InputRecord], ChatIds]:
+    """Return what makes ids of a record's conversation, or raises its `BadRecord`."""
+    assert options.chat is not None and isinstance(tokenizer, HuggingFaceTokenizer), "templates are of these"
+    encode = ChatEncoder(tokenizer, options.chat, eod=options.append_eod)
+
+    def of_record(record: InputRecord) -> ChatIds:
+        if record.bad is not None:
+            raise record.bad
+        return encode(record.values[0])
+
+    return of_record
+
+
+def _of_texts(options: PreprocessOptions, tokenizer: Tokenizer, record: InputRecord) -> list[list[list[int]]]:
+    """Return the document of a record's texts, for each key.
 
     A text without tokens gives no sequence, and the last sequence ends with `eod`.
     """
@@ -444,7 +505,7 @@ def _documents(options: PreprocessOptions, tokenizer: Tokenizer, record: InputRe
         raise record.bad
     documents = []
     for value in record.values:
-        document = []
+        document: list[list[int]] = []
         for text in as_texts(value):
             try:
                 ids = tokenizer.tokenize(text)
@@ -541,6 +602,7 @@ class TokenSource:
         num_sequences, num_documents: of its division.
         lengths: returns int32 [num_sequences], tokens of each sequence.
         counts: returns integers [num_documents], sequences of each document.
+        mask: the file that has a byte for each token, 1 if it is trained, and its hash; None: there is none.
     """
 
     path: Path
@@ -550,6 +612,12 @@ class TokenSource:
     num_documents: int
     lengths: Callable[[], numpy.ndarray]
     counts: Callable[[], numpy.ndarray]
+    mask: tuple[Path, str | None] | None = None
+
+    def of_mask(self, itemsize: int) -> TokenSource:
+        """Return the mask as such a source; `itemsize` is of the tokens."""
+        assert self.mask is not None
+        return replace(self, path=self.mask[0], sha256=self.mask[1], num_bytes=self.num_bytes // itemsize)
 
 
 def write_dataset(
@@ -560,7 +628,7 @@ def write_dataset(
     *,
     consume: bool = False,
 ) -> None:
-    """Write `aside` + `.bin`, `.idx` and, where it is known what they are `about`, `.json`.
+    """Write `aside` + `.bin`, `.idx`, `.mask` where all sources have one, and `.json` where they are known `about`.
 
     Args:
         aside: path without ending of the files, which are renamed later.
@@ -589,7 +657,10 @@ def write_dataset(
             f"{aside.parent}: the dataset needs {size_text(needed)} more, {size_text(free)} are free; make room and "
             "run the same command again"
         )
-    tokens = _append(Path(f"{aside}.bin"), sources, consume)
+    tokens, mask = _append(Path(f"{aside}.bin"), sources, consume), None
+    if all(source.mask is not None for source in sources):
+        masks = [source.of_mask(dtype.itemsize) for source in sources]
+        mask = _append(Path(f"{aside}{MASK}"), masks, consume)["sha256"]
     # The index's format is described in `index_file`.
     codes = {known: code for code, known in DTYPES.items()}
     with new_file(Path(f"{aside}.idx")) as file:
@@ -621,6 +692,7 @@ def write_dataset(
         bin_sha256=tokens["sha256"],
         idx_bytes=index["bytes"],
         idx_sha256=index["sha256"],
+        mask_sha256=mask,
         **about,
     )
     write_bytes(Path(f"{aside}.json"), sidecar.to_json().encode())
@@ -629,7 +701,7 @@ def write_dataset(
 def renames(aside: Path, prefix: str) -> list[tuple[Path, Path]]:
     """Return each file with its place; the index is last, for a dataset without one does not open."""
     found = []
-    for suffix in (".bin", ".json", ".idx"):
+    for suffix in SUFFIXES:
         source = Path(f"{aside}{suffix}")
         if source.exists():
             found.append((source, Path(prefix + suffix)))
