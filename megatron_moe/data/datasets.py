@@ -135,7 +135,9 @@ class PackedSamples(MegatronDataset):
         super().__init__(*arguments)
         config, folder = self.config, self.config.path_to_cache
         self._lengths = self.dataset.sequence_lengths
-        self._trained = trained_tokens(self.dataset_path)
+        # Of conversations: for each token of the data 1 if it is trained.
+        trained = f"{self.dataset_path}{MASK}"
+        self._trained = numpy.memmap(trained, dtype=numpy.uint8, mode="r") if os.path.exists(trained) else None
         paths = []
         if folder:
             name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}-{config.packing}"
@@ -183,12 +185,6 @@ class PackedSamples(MegatronDataset):
         parts, places = self._packing.parts, len(self) * self.config.sequence_length
         filled = int(part_sizes(self._lengths, parts, self.config.sequence_length).sum())
         return SampleFacts(len(parts) / len(self), 1 - filled / places)
-
-
-def trained_tokens(prefix: str | None) -> numpy.ndarray | None:
-    """Return uint8, for each token of a dataset of conversations 1 if it is trained; None for other data."""
-    path = f"{prefix}{MASK}"
-    return numpy.memmap(path, dtype=numpy.uint8, mode="r") if os.path.exists(path) else None
 
 
 class EpochsOfSamples(MegatronDataset):

@@ -16,6 +16,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,7 +34,9 @@ _ROLES = {"system", "developer", "user", "assistant", "tool"}
 _ROLES_OF_FROM = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant"}
 _ROLES_OF_FROM |= {"model": "assistant", "system": "system", "tool": "tool", "observation": "tool"}
 """What `from` says in `conversations` -> role."""
-_THINKING = ("reasoning_content", "reasoning", "thinking")
+_SAID = {"content": "", **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "thinking")}
+_CONTENT = {"assistant": "answer"}
+"""Keys of a message with what it says -> what that is; of content by its role."""
 _EXCERPT = 60  # characters where two renderings part
 _LONGEST_SHOWN = 2000
 
@@ -57,6 +60,10 @@ class ChatIds(NamedTuple):
     ids: list[int]
     mask: list[int]
     spans: list[tuple[int, int]]
+
+    def refuse(self, reason: str, problem: str) -> NoReturn:
+        """Raise a `BadRecord` that shows the conversation."""
+        raise BadRecord(reason, f"{problem}\n{marked(self)}")
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,9 @@ class ChatFormat:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template = self.template if not conversation.tools or self.tool_template is None else self.tool_template
+        template = self.template
+        if conversation.tools and self.tool_template is not None:
+            template = self.tool_template
         try:
             rendered: Any = render_jinja_template(
                 conversations=[conversation.messages[:turns]],
@@ -204,22 +213,15 @@ class ChatEncoder:
             ids.append(self.tokenizer.eod)
             mask.append(int(mask[last] and text[begin:end] not in self.specials and not text[end:].strip()))
             spans.append((len(text), len(text)))
-        found = ChatIds(text, ids, mask, spans)
-        problem = self._problem(found)
-        if problem is not None:
-            raise BadRecord(problem[0], f"{problem[1]}\n{marked(found)}")
+        found, longest, train_on = ChatIds(text, ids, mask, spans), self.chat.longest, self.chat.train_on
+        if sum(mask[1:]) == 0:  # nothing predicts the first token
+            found.refuse("empty mask", "no token of it is trained; --train-on all trains all of a conversation")
+        if train_on != ALL and all(mask):
+            found.refuse("full mask", f"all of its tokens are trained with --train-on {train_on}, prompts too")
+        if longest is not None and len(ids) - 1 > longest:
+            problem = f"it takes {len(ids) - 1} positions, --seq-length {longest}: an answer would be cut off"
+            found.refuse("longer than a sequence", problem)
         return found
-
-    def _problem(self, found: ChatIds) -> tuple[str, str] | None:
-        positions, longest, train_on = len(found.ids) - 1, self.chat.longest, self.chat.train_on
-        if sum(found.mask[1:]) == 0:  # nothing predicts the first token
-            return "empty mask", "no token of it is trained; --train-on all trains all of a conversation"
-        if train_on != ALL and all(found.mask):
-            return "full mask", f"all of its tokens are trained with --train-on {train_on}, prompts too"
-        if longest is not None and positions > longest:
-            problem = f"it takes {positions} positions, --seq-length {longest}: an answer would be cut off"
-            return "longer than a sequence", problem
-        return None
 
 
 class RenderedChat:
@@ -238,7 +240,11 @@ class RenderedChat:
         messages, train_on = conversation.messages, encoder.chat.train_on
         self.text = self._chat.render(conversation, len(messages))
         self.turns: list[tuple[int, int]] = []
-        self._require_prompts()
+        for number, message in enumerate(messages, 1):
+            if message["role"] != "assistant":
+                self._require_said(number, self.text)
+        if conversation.tools and self._chat.render(conversation._replace(tools=None), len(messages)) == self.text:
+            self._refuse("dropped tools", "the template leaves out the tools; take them out, or use another template")
         if train_on == ALL:
             self.turns.append((0, len(self.text)))
             return
@@ -247,7 +253,7 @@ class RenderedChat:
             begin = self._prefix(self._chat.render(conversation, number - 1, prompt=True), number, "prompt")
             end = self._end_of_turn(self._chat.render(conversation, number), begin, number)
             self.turns.append((begin, end))
-            self._require_answer(number, self.text[begin:end])
+            self._require_said(number, self.text[begin:end])
 
     def _refuse(self, reason: str, problem: str) -> NoReturn:
         raise BadRecord(reason, f"{problem}\n{_marked(self.text, self.turns)}")
@@ -280,41 +286,30 @@ class RenderedChat:
         if self.text.startswith(alone):
             return closing.end("own")  # templates may end a text, too
         follows = self._encoder.end_of_turn.match(self.text, body)
-        return self._prefix(alone, number, "answer") if follows is None else follows.end()
+        if follows is None:
+            return self._prefix(alone, number, "answer")
+        return follows.end()
 
-    def _require_answer(self, number: int, answer: str) -> None:
-        """Refuse an answer that lacks what its message says."""
+    def _require_said(self, number: int, within: str) -> None:
+        """Refuse a rendering that lacks what a message says; templates may write it as JSON does."""
         message = self._conversation.messages[number - 1]
-        for key in ("content", *_THINKING):
+        for key, what in _SAID.items():
             for part in _parts(message.get(key)):
-                if part not in answer:
-                    what = "answer" if key == "content" else "thinking"
+                forms = (part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1])
+                if not any(form in within for form in forms):
+                    what = what or _CONTENT.get(message["role"], "message")
                     self._refuse(f"dropped {what}", f"the template leaves out {_shortened(part)} of message {number}")
         for call in message.get("tool_calls") or ():
             name = str((call.get("function") or call).get("name"))
-            if name not in answer:
+            if name not in within:
                 self._refuse("dropped answer", f"the template leaves out the call of {name} of message {number}")
-
-    def _require_prompts(self) -> None:
-        """Refuse a text that lacks what a message other than an answer says, or the tools."""
-        messages = self._conversation.messages
-        for number, message in enumerate(messages, 1):
-            if message["role"] == "assistant":
-                continue
-            for part in _parts(message["content"]):
-                forms = (part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1])
-                if not any(form in self.text for form in forms):
-                    self._refuse("dropped message", f"the template leaves out {_shortened(part)} of message {number}")
-        without = self._conversation._replace(tools=None)
-        if self._conversation.tools and self._chat.render(without, len(messages)) == self.text:
-            self._refuse("dropped tools", "the template leaves out the tools; take them out, or use another template")
 
 
 def _parts(content: Any) -> list[str]:
     """Return the texts of a content, without the white space around them, which templates take away."""
-    if isinstance(content, list):
-        return [str(part.get("text", "")).strip() for part in content]
-    return [content.strip()] if isinstance(content, str) else []
+    if isinstance(content, str):
+        return [content.strip()]
+    return [str(part.get("text", "")).strip() for part in content or ()]
 
 
 # ---- to look at
@@ -367,23 +362,20 @@ def chat_format(
         raise ConfigError(
             "--chat-template: transformers renders it, and is not installed; pip install 'megatron_moe[hf]'"
         )
-    own: Any
-    if template:
+    folder = Path(tokenizer_model)
+    if not folder.is_dir():
+        folder = folder.parent
+    file = Path(template or folder / TEMPLATE)
+    named: dict[str, Any] = {}
+    if template or file.is_file():
         try:
-            own = Path(template).read_text(encoding="utf-8")
+            named["default"] = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {template}: cannot be read ({error}); give a file in Jinja") from error
+            raise ConfigError(f"--chat-template {file}: cannot be read ({error}); give a file in Jinja") from error
     else:
-        own = _template_of_folder(Path(tokenizer_model))
-    named = {one["name"]: one["template"] for one in own} if isinstance(own, list) else {"default": own}
+        named["default"] = json_object(folder / SETTINGS).get("chat_template")
+        if isinstance(named["default"], list):  # of several
+            named = dict(map(itemgetter("name", "template"), named["default"]))
     if not isinstance(named.get("default"), str) or not named["default"].strip():
         raise ConfigError(f"--tokenizer-model {tokenizer_model}: has no chat template; give one: --chat-template FILE")
     return ChatFormat(named["default"], named.get("tool_use"), train_on, longest, dict(tokenizer.roles))
-
-
-def _template_of_folder(path: Path) -> Any:
-    """Return the template of a tokenizer's folder: a text, or a list of named ones; None where there is none."""
-    folder = path if path.is_dir() else path.parent
-    if (folder / TEMPLATE).is_file():
-        return (folder / TEMPLATE).read_text(encoding="utf-8")
-    return json_object(folder / SETTINGS).get("chat_template")

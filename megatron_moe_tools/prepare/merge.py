@@ -27,8 +27,9 @@ from megatron_moe.data.index_file import (
     sidecar_path,
 )
 from megatron_moe.io.program import DONE, run_program, say
+from megatron_moe_tools.prepare.dataset_files import TokenSource, renames, write_dataset
 from megatron_moe_tools.prepare.inputs import matches
-from megatron_moe_tools.prepare.output import ResumeDir, TokenSource, renames, write_dataset
+from megatron_moe_tools.prepare.output import ResumeDir
 
 NAME = "megatron-moe merge"
 _SAME = ("tokenizer_type", "tokenizer_sha256", "vocab_size", "eod", "append_eod", "chat")
@@ -112,19 +113,20 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
     sidecars, about = _common_sidecar(prefixes)
     sources = []
     for index, sidecar in zip(indices, sidecars):
-        mask = None
-        if sidecar is not None and sidecar.mask_sha256 is not None:
-            mask = Path(index.prefix + MASK), sidecar.mask_sha256
+        sha256 = mask = None
+        if sidecar is not None:
+            sha256 = sidecar.bin_sha256
+            mask = sidecar.mask_sha256 and (Path(index.prefix + MASK), sidecar.mask_sha256)
         sources.append(
             TokenSource(
                 path=Path(f"{index.prefix}.bin"),
                 num_bytes=index.num_tokens * index.dtype.itemsize,
-                sha256=None if sidecar is None else sidecar.bin_sha256,
+                sha256=sha256,
                 num_sequences=len(index.lengths),
                 num_documents=index.num_documents,
                 lengths=partial(getattr, index, "lengths"),
                 counts=partial(numpy.diff, index.documents),
-                mask=mask,
+                mask=mask or None,
             )
         )
     work.path.parent.mkdir(parents=True, exist_ok=True)

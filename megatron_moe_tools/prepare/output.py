@@ -21,7 +21,7 @@ import multiprocessing
 import os
 import shutil
 import signal
-import struct
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any
@@ -40,23 +40,29 @@ import numpy
 from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError, RunFault, listing
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
-from megatron_moe.data.index_file import DTYPES, FORMAT, MAGIC, MASK, SUFFIXES, Sidecar, token_dtype
+from megatron_moe.data.index_file import MASK, SUFFIXES, token_dtype
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_moe.io.files import (
     canonical_json,
-    free_bytes,
     new_file,
     publish_files,
     replace_json,
-    sync,
-    write_bytes,
     write_json,
 )
-from megatron_moe.io.hashing import FileEntry, HashingFile, blocks_of_file
+from megatron_moe.io.hashing import HashingFile
 from megatron_moe.io.program import note
-from megatron_moe.io.texts import size_text
-from megatron_moe_tools.prepare.chat import CHAT_KEYS, ChatEncoder, ChatFormat, ChatIds, conversation_of
+from megatron_moe_tools.prepare.chat import (
+    ASSISTANT,
+    CHAT_KEYS,
+    MARKS,
+    ChatEncoder,
+    ChatFormat,
+    ChatIds,
+    chat_format,
+    conversation_of,
+    marked,
+)
 from megatron_moe_tools.prepare.inputs import (
     EXCERPT,
     BadRecord,
@@ -64,13 +70,14 @@ from megatron_moe_tools.prepare.inputs import (
     Shard,
     Span,
     as_texts,
+    find_inputs,
+    plan_shards,
     read_span,
     stopped_at,
 )
 
 PART_FACTS, PART_REJECTS = "part.json", "rejects.jsonl"
 STOP, SKIP = "stop", "skip"
-_BLOCK = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,44 @@ def tokenizer_of(options: PreprocessOptions) -> Tokenizer:
             )
         tokenizer.include_special_tokens = True
     return tokenizer
+
+
+def with_chat(options: PreprocessOptions) -> PreprocessOptions:
+    """Return the options with the chat template that they name, and the key of conversations.
+
+    Raises:
+        ConfigError: see `chat_format`.
+    """
+    if options.chat_template is None:
+        return options
+    tokenizer, train_on = tokenizer_of(options), options.train_on or ASSISTANT
+    chat = chat_format(options.chat_template, tokenizer, options.tokenizer_model, train_on, options.seq_length)
+    options = replace(options, chat=chat)
+    if options.json_keys == PreprocessOptions.json_keys:
+        options = replace(options, json_keys=CHAT_KEYS[:1])
+    return options
+
+
+def show_conversations(options: PreprocessOptions, count: int) -> None:
+    """Print the first conversations with their trained tokens marked, or why they are none."""
+    if options.chat is None:
+        raise ConfigError(f"--show {count} shows conversations; add --chat-template")
+    read, documents_of = reader_of(options), documents_by(options, tokenizer_of(options))
+    marks = MARKS
+    if sys.stdout.isatty():
+        marks = ("\x1b[30;42m", "\x1b[0m")
+    spans = chain.from_iterable(plan_shards(find_inputs(options.input)))
+    for number, record in enumerate(islice(chain.from_iterable(map(read, spans)), count), 1):
+        try:
+            if record.bad is not None:
+                raise record.bad
+            (found,) = documents_of(record)
+        except BadRecord as bad:
+            print(f"conversation {number}: {bad.reason}: {bad.problem}\n")
+            continue
+        assert isinstance(found, ChatIds)
+        print(f"conversation {number}: {len(found.ids)} tokens, {sum(found.mask)} trained")
+        print(f"{marked(found, marks, longest=None)}\n")
 
 
 class ResumeDir:
@@ -393,7 +438,8 @@ class DocumentPiece:
     def facts(self) -> dict[str, Any]:
         """Return what part.json says of the piece: the hashes of its tokens and of their mask, and the numbers."""
         facts = dict(vars(self), sha256=self.tokens.entry()["sha256"])
-        facts["mask"] = None if self.mask is None else self.mask.entry()["sha256"]
+        if self.mask is not None:
+            facts["mask"] = self.mask.entry()["sha256"]
         del facts["tokens"], facts["lengths"], facts["counts"]
         return facts
 
@@ -410,8 +456,7 @@ def write_part(options: PreprocessOptions, tokenizer: Tokenizer, task: Task) -> 
     """
     shard, place = task
     dtype = token_dtype(tokenizer.vocab_size)
-    read = reader_of(options)
-    encode = None if options.chat is None else chat_encoder(options, tokenizer)
+    read, documents_of = reader_of(options), documents_by(options, tokenizer)
     written, records, rejected = 0, [0] * len(shard), Counter[str]()
     aside = place.with_name(f"{place.name}.{os.getpid()}")
     aside.mkdir()
@@ -434,9 +479,9 @@ def write_part(options: PreprocessOptions, tokenizer: Tokenizer, task: Task) -> 
                 for record in read(span):
                     records[number] += 1
                     try:
-                        documents: Sequence[Document] = (
-                            _of_texts(options, tokenizer, record) if encode is None else [encode(record)]
-                        )
+                        if record.bad is not None:
+                            raise record.bad
+                        documents = documents_of(record)
                     except BadRecord as bad:
                         if options.on_bad_line == STOP:
                             raise stopped_at(span, record, bad) from None
@@ -483,17 +528,13 @@ def reader_of(options: PreprocessOptions) -> Callable[[Span], Iterator[InputReco
     )
 
 
-def chat_encoder(options: PreprocessOptions, tokenizer: Tokenizer) -> Callable[[InputRecord], ChatIds]:
-    """Return what makes ids of a record's conversation, or raises its `BadRecord`."""
-    assert options.chat is not None and isinstance(tokenizer, HuggingFaceTokenizer), "templates are of these"
+def documents_by(options: PreprocessOptions, tokenizer: Tokenizer) -> Callable[[InputRecord], Sequence[Document]]:
+    """Return what makes the document of a sound record, for each key, or raises a `BadRecord`."""
+    if options.chat is None:
+        return partial(_of_texts, options, tokenizer)
+    assert isinstance(tokenizer, HuggingFaceTokenizer), "templates are of these"
     encode = ChatEncoder(tokenizer, options.chat, eod=options.append_eod)
-
-    def of_record(record: InputRecord) -> ChatIds:
-        if record.bad is not None:
-            raise record.bad
-        return encode(record.values[0])
-
-    return of_record
+    return lambda record: [encode(record.values[0])]
 
 
 def _of_texts(options: PreprocessOptions, tokenizer: Tokenizer, record: InputRecord) -> list[list[list[int]]]:
@@ -501,8 +542,6 @@ def _of_texts(options: PreprocessOptions, tokenizer: Tokenizer, record: InputRec
 
     A text without tokens gives no sequence, and the last sequence ends with `eod`.
     """
-    if record.bad is not None:
-        raise record.bad
     documents = []
     for value in record.values:
         document: list[list[int]] = []
@@ -586,167 +625,3 @@ def _write_part_in_worker(task: Task) -> None:
     assert _worker is not None
     options, tokenizer, _ = _worker
     write_part(options, tokenizer, task)
-
-
-# ---- from parts to datasets
-
-
-@dataclass(frozen=True)
-class TokenSource:
-    """Tokens in a file, and how they are divided.
-
-    Attributes:
-        path: the file of tokens.
-        num_bytes: its size.
-        sha256: what it has to hash to; None where that is not known.
-        num_sequences, num_documents: of its division.
-        lengths: returns int32 [num_sequences], tokens of each sequence.
-        counts: returns integers [num_documents], sequences of each document.
-        mask: the file that has a byte for each token, 1 if it is trained, and its hash; None: there is none.
-    """
-
-    path: Path
-    num_bytes: int
-    sha256: str | None
-    num_sequences: int
-    num_documents: int
-    lengths: Callable[[], numpy.ndarray]
-    counts: Callable[[], numpy.ndarray]
-    mask: tuple[Path, str | None] | None = None
-
-    def of_mask(self, itemsize: int) -> TokenSource:
-        """Return the mask as such a source; `itemsize` is of the tokens."""
-        assert self.mask is not None
-        return replace(self, path=self.mask[0], sha256=self.mask[1], num_bytes=self.num_bytes // itemsize)
-
-
-def write_dataset(
-    aside: Path,
-    sources: Sequence[TokenSource],
-    dtype: numpy.dtype,
-    about: dict[str, Any] | None,
-    *,
-    consume: bool = False,
-) -> None:
-    """Write `aside` + `.bin`, `.idx`, `.mask` where all sources have one, and `.json` where they are known `about`.
-
-    Args:
-        aside: path without ending of the files, which are renamed later.
-        about: what the sidecar says of the tokenizer, of the bounds of the ids and of rejected records.
-        consume: remove each source's file of tokens when its bytes are on the disk in `.bin`. A call after a kill then
-            goes on with the sources that are left.
-
-    Raises:
-        ConfigError: there are no documents, or the disk has no room.
-        RunFault: a source is not what its hash says.
-    """
-    sequences = documents = needed = 0
-    for source in sources:
-        sequences += source.num_sequences
-        documents += source.num_documents
-        if not consume:
-            needed += source.num_bytes
-        elif source.path.exists():
-            needed = max(needed, source.num_bytes)
-    if not documents:
-        raise ConfigError("no document was found in the input, and a dataset has at least one")
-    needed += 12 * sequences + 8 * documents
-    free = free_bytes(aside.parent)
-    if free is not None and free < needed:
-        raise ConfigError(
-            f"{aside.parent}: the dataset needs {size_text(needed)} more, {size_text(free)} are free; make room and "
-            "run the same command again"
-        )
-    tokens, mask = _append(Path(f"{aside}.bin"), sources, consume), None
-    if all(source.mask is not None for source in sources):
-        masks = [source.of_mask(dtype.itemsize) for source in sources]
-        mask = _append(Path(f"{aside}{MASK}"), masks, consume)["sha256"]
-    # The index's format is described in `index_file`.
-    codes = {known: code for code, known in DTYPES.items()}
-    with new_file(Path(f"{aside}.idx")) as file:
-        file.write(MAGIC + struct.pack("<QBQQ", 1, codes[dtype], sequences, documents + 1))
-        with_tokens = [source for source in sources if source.num_sequences]
-        for source in with_tokens:
-            file.write(source.lengths())
-        total = 0  # where each sequence begins, in bytes
-        for source in with_tokens:
-            sizes = source.lengths().astype(numpy.int64) * dtype.itemsize
-            file.write(numpy.cumsum(sizes) - sizes + total)
-            total += int(sizes.sum())
-        file.write(numpy.zeros(1, numpy.int64))
-        total = 0  # the sequences up to each document's end
-        for source in sources:
-            if source.num_documents:
-                counts = source.counts()
-                file.write(numpy.cumsum(counts, dtype=numpy.int64) + total)
-                total += int(counts.sum())
-    if about is None:
-        return
-    index = file.entry()
-    sidecar = Sidecar(
-        format=FORMAT,
-        tokens=tokens["bytes"] // dtype.itemsize,
-        documents=documents,
-        dtype=str(dtype),
-        bin_bytes=tokens["bytes"],
-        bin_sha256=tokens["sha256"],
-        idx_bytes=index["bytes"],
-        idx_sha256=index["sha256"],
-        mask_sha256=mask,
-        **about,
-    )
-    write_bytes(Path(f"{aside}.json"), sidecar.to_json().encode())
-
-
-def renames(aside: Path, prefix: str) -> list[tuple[Path, Path]]:
-    """Return each file with its place; the index is last, for a dataset without one does not open."""
-    found = []
-    for suffix in SUFFIXES:
-        source = Path(f"{aside}{suffix}")
-        if source.exists():
-            found.append((source, Path(prefix + suffix)))
-    return found
-
-
-def _append(target: Path, sources: Sequence[TokenSource], consume: bool) -> FileEntry:
-    """Write the sources' tokens to `target`, behind those that an earlier call has consumed.
-
-    Raises:
-        RunFault: a source has another number of bytes or another hash.
-    """
-    whole = hashlib.sha256()
-    size = 0
-    consumed = consume
-    target.touch()
-    with open(target, "r+b") as file:
-        for source in sources:
-            consumed = consumed and not source.path.exists()
-            file.seek(size)
-            digest = hashlib.sha256()
-            found = 0
-            for block in _blocks(file, source.num_bytes) if consumed else blocks_of_file(source.path):
-                if not consumed:
-                    file.write(block)
-                whole.update(block)
-                if source.sha256 is not None:
-                    digest.update(block)
-                found += len(block)
-            if found != source.num_bytes or source.sha256 not in (None, digest.hexdigest()):
-                raise RunFault(
-                    f"{target if consumed else source.path}: the {source.num_bytes} bytes of {source.path} are not "
-                    "what was written; is the disk bad?"
-                )
-            size += found
-            if consume and not consumed:
-                file.flush()
-                sync(target)
-                source.path.unlink()
-        file.truncate(size)
-    sync(target)
-    return {"bytes": size, "sha256": whole.hexdigest()}
-
-
-def _blocks(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
-    while block := file.read(min(num_bytes, _BLOCK)):
-        yield block
-        num_bytes -= len(block)

@@ -23,9 +23,9 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,10 @@ from megatron_moe.io.files import canonical_json, new_file, replacing
 from megatron_moe.io.hashing import sha256_of_file
 from megatron_moe.io.program import DONE, note, run_program
 from megatron_moe_tools.compat.megatron_flags import table, translate
-from megatron_moe_tools.prepare.chat import ASSISTANT, CHAT_KEYS, MARKS, TRAIN_ON, chat_format, marked
+from megatron_moe_tools.prepare.chat import TRAIN_ON
+from megatron_moe_tools.prepare.dataset_files import TokenSource, renames, write_dataset
 from megatron_moe_tools.prepare.inputs import (
     TEXT,
-    BadRecord,
     Shard,
     as_texts,
     find_inputs,
@@ -64,12 +64,9 @@ from megatron_moe_tools.prepare.output import (
     PreprocessOptions,
     ResumeDir,
     Task,
-    TokenSource,
-    chat_encoder,
-    reader_of,
-    renames,
+    show_conversations,
     tokenizer_of,
-    write_dataset,
+    with_chat,
     write_parts,
 )
 
@@ -203,45 +200,12 @@ def _check_options(options: PreprocessOptions) -> None:
         )
 
 
-def with_chat(options: PreprocessOptions) -> PreprocessOptions:
-    """Return the options with the chat template that they name, and the key of conversations."""
-    if options.chat_template is None:
-        return options
-    tokenizer, train_on = tokenizer_of(options), options.train_on or ASSISTANT
-    chat = chat_format(options.chat_template, tokenizer, options.tokenizer_model, train_on, options.seq_length)
-    keys = CHAT_KEYS[:1] if options.json_keys == PreprocessOptions.json_keys else options.json_keys
-    return replace(options, chat=chat, json_keys=keys)
-
-
-def show_conversations(options: PreprocessOptions, count: int) -> None:
-    """Print the first conversations with their trained tokens marked, or why they are none; write nothing.
-
-    Raises:
-        ConfigError: as `preprocess` does.
-    """
-    _check_options(options)
-    options = with_chat(options)
-    if options.chat is None:
-        raise ConfigError(f"--show {count} shows conversations; add --chat-template")
-    read, encode = reader_of(options), chat_encoder(options, tokenizer_of(options))
-    marks = ("\x1b[30;42m", "\x1b[0m") if sys.stdout.isatty() else MARKS
-    spans = chain.from_iterable(plan_shards(find_inputs(options.input)))
-    for number, record in enumerate(islice(chain.from_iterable(map(read, spans)), count), 1):
-        try:
-            found = encode(record)
-        except BadRecord as bad:
-            print(f"conversation {number}: {bad.reason}: {bad.problem}\n")
-        else:
-            print(f"conversation {number}: {len(found.ids)} tokens, {sum(found.mask)} trained")
-            print(f"{marked(found, marks, longest=None)}\n")
-
-
 def _command(options: PreprocessOptions, files: list[str]) -> dict[str, Any]:
     """Return what decides the content of a part in addition to its input: options, and the tokenizer's hash.
 
     A tokenizer that is trained on the input depends on the state of all its files.
     """
-    command = {**vars(options), "chat": None if options.chat is None else asdict(options.chat)}
+    command = asdict(options)
     for name in _OF_RUNNING:
         del command[name]
     command["json_keys"] = list(options.json_keys)
@@ -442,7 +406,7 @@ def _in_order(parts: list[FinishedPart], key: int, num_pieces: int, itemsize: in
                     piece["num_documents"],
                     partial(_numbers, f"{name}.lengths", piece["num_tokens"]),
                     partial(_numbers, f"{name}.counts", piece["num_sequences"]),
-                    None if piece["mask"] is None else (Path(f"{name}{MASK}"), piece["mask"]),
+                    piece["mask"] and (Path(f"{name}{MASK}"), piece["mask"]),
                 )
             )
             before += part.facts["documents"]
@@ -698,5 +662,6 @@ def _main(argv: list[str]) -> int:
     if count is None:
         preprocess(options)
     else:
-        show_conversations(options, count)
+        _check_options(options)
+        show_conversations(with_chat(options), count)
     return DONE

@@ -176,15 +176,7 @@ def test_packed_samples_have_a_loss_on_trained_tokens_alone(prepared, shards_of)
     wanted = [
         ChatEncoder(tokenizer, chat, eod=False)(conversation_of(record, "messages", record)) for record in RECORDS
     ]
-    run = build(
-        {
-            "data_path": (prefix,),
-            "split": "1,0,0",
-            "seq_length": 512,
-            "packing": "best-fit",
-            "reset_attention_mask": True,
-        }
-    )
+    run = build({"data_path": (prefix,), "split": "1,0,0", "seq_length": 512, "eval_iters": 0, **PACKED})
     assert len(check_data(run, tokenizer)) == 1
     samples, _, _ = build_datasets(run, tokenizer, 1, 0, 0)
     found = Counter(
