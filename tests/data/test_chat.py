@@ -4,11 +4,13 @@ import json
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import torch
 import yaml
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -18,11 +20,13 @@ from megatron_moe.data.checks import check_data
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.index_file import MASK, SUFFIXES
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer
+from megatron_moe.training.callback import Callback
 from megatron_moe_tools.prepare.chat import ChatEncoder, chat_format, conversation_of, marked
 from megatron_moe_tools.prepare.inputs import BadRecord
-from megatron_moe_tools.prepare.preprocess import main
+from megatron_moe_tools.prepare.preprocess import PreprocessOptions, main, preprocess
 from tests.data.prepared import byte_level_bpe, dataset_bytes
 from tests.helpers.rows import rows
+from tests.helpers.tiny_tokenizers import published
 
 TEMPLATES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("chat_templates.yaml").read_text())
 MARKERS = re.compile(r"\{%-? (?:end)?generation %\}")
@@ -151,8 +155,11 @@ TEMPLATES["cut"] = {
 }
 
 
-PACKED = {"packing": "best-fit", "reset_attention_mask": True}
 RECORDS = [conversation(seed, plain=True) for seed in range(60)]
+SHORT = [record for record in RECORDS if len(str(record)) < 400][:12]
+CHOSEN: dict[str, Any] = {"tokenizer_type": "HuggingFaceTokenizer"}
+LAYOUTS = [(1, {}), (2, {"context_parallel_size": 2}), (2, {"pipeline_model_parallel_size": 2})]
+PACKED = {"packing": "best-fit", "reset_attention_mask": True}
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +204,53 @@ def test_a_conversation_is_shown_with_what_is_trained_between_brackets(prepared,
         (answer,) = re.findall("\u27e6(.*?)\u27e7", shown, flags=re.S)
         last = [message["content"] for message in record["messages"] if message["role"] == "assistant"][-1]
         assert last in answer and answer.endswith(("<|return|>", "<|end|>"))
+
+
+CHATML = """{% for one in messages %}{{ '<|bos|>' + one.role + ': ' + one.content + '<|end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|bos|>assistant: ' }}{% endif %}"""
+
+
+def first_loss(folder: str, flags: dict[str, Any]) -> float:
+    """The loss of the first step of a run that starts from a Hugging Face folder."""
+    from megatron_moe.hf.config import filled_in
+    from megatron_moe.training.run import pretrain
+
+    records: list[Any] = []
+    pretrain(build(filled_in({"load_hf": folder, **flags})), callbacks=[Noting(records)])
+    return records[0]
+
+
+class Noting(Callback):
+    def __init__(self, losses: list[float]) -> None:
+        self.losses = losses
+
+    def after_step(self, step: Any, result: Any) -> None:
+        self.losses.append(result.loss)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), rows(list(LAYOUTS), test=list(LAYOUTS)[:1]))
+def test_the_loss_on_trained_tokens_is_transformers_own(gloo, ranks, layout, tmp_path):
+    model = published("qwen3-moe", 3, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(CHATML)
+    tokenizer = HuggingFaceTokenizer(tmp_path / "model")
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in SHORT))
+    options = PreprocessOptions((str(tmp_path / "chats.jsonl"),), str(tmp_path / "chat"), chat_template="", **CHOSEN)
+    (prefix,) = preprocess(replace(options, tokenizer_model=str(tmp_path / "model")), show_progress=False)
+    fields = {"data_path": (prefix,), "split": "1,0,0", "seq_length": 512, "eval_iters": 0, **PACKED}
+    samples, _, _ = build_datasets(build(fields), tokenizer, 1, 0, 0)
+    fields |= {"train_iters": 1, "global_batch_size": len(samples), "micro_batch_size": 1, "lr": 1e-30, **CHOSEN}
+    fields |= {"tokenizer_model": str(tmp_path / "model"), "calculate_per_token_loss": True, "reset_position_ids": True}
+    losses = gloo.run(ranks, first_loss, folder=str(tmp_path / "model"), flags={**fields, **layout})
+    total = count = 0.0
+    encode = ChatEncoder(tokenizer, chat_format("", tokenizer, str(tmp_path / "model"), "assistant", None), eod=False)
+    for record in SHORT:
+        found = encode(conversation_of(record, "messages", record))
+        ids, mask = torch.tensor([found.ids]), torch.tensor(found.mask[1:], dtype=torch.bool)
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits[mask], ids[0, 1:][mask], reduction="sum"))
+        count += int(mask.sum())
+    assert losses[-1] == pytest.approx(total / count, rel=1e-5)
 
 
 CHANGED = {
