@@ -27,7 +27,6 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("moe moe_router", _BALANCE, lambda kinds: "sinkhorn" in kinds, "the host ends the iteration of sinkhorn"),
     ("moe moe_router", _BALANCE, lambda kinds: "global_aux_loss" in kinds, _EXCHANGES),
     ("moe", "expert_model_parallel_size", lambda size: size > 1, _ON_HOST),
-    ("moe", "moe_expert_capacity_factor", lambda factor: factor is not None, _ON_HOST),
     ("moe", "moe_expert_backend", lambda kind: kind != "grouped_mm", "it reads on the host how many rows a pass has"),
     ("moe", "moe_shared_expert_overlap", bool, "its stream is not captured"),
 )

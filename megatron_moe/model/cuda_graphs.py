@@ -51,5 +51,8 @@ def replay_graphs(run: Run, model: Sequence[torch.nn.Module], new_graph: NewGrap
                 if "moe_router" in names:  # called as a module, whose hooks run
                     replace_method(router, "forward", partial(graphed, before_replay=None), [router], **routing)
             if ("moe" if routing else "mlp") in names:
+                if routing:
+                    dispatcher = layer.mlp.dispatcher
+                    getattr(dispatcher, "inner", dispatcher).fixed_rows = True  # a padded one carries another
                 replace_method(layer, "_forward_mlp", graphed, [layer.pre_mlp_layernorm, layer.mlp], **routing)
     return graphs

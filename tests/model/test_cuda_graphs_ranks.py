@@ -18,6 +18,7 @@ BALANCED = {
     "cuda_graph_warmup_steps": 1,
 }
 PARTS = {"cuda_graph_modules": ("attn", "mlp", "moe_router")}
+MOE = {"cuda_graph_modules": ("moe",)}
 SKIPPING = {"fp16": True, "initial_loss_scale": 2.0**20, "loss_scale_window": 1, "hysteresis": 1}  # the third step
 LATENT: dict[str, Any] = {"multi_latent_attention": True, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 8}
 MEASURED = {"log_max_attention_logit": True, "recompute_granularity": "selective", "recompute_modules": ("moe_act",)}
@@ -59,7 +60,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "whole layers, losses per token": (1, {"calculate_per_token_loss": True, "eod_mask_loss": True}),
     "a skipped step": (1, {**PARTS, **SKIPPING}),
     "dropout and jitter": (1, {**PARTS, "hidden_dropout": 0.1, "moe_input_jitter_eps": 0.1}),
-    "capacity": (1, {"moe_expert_capacity_factor": 1.0}),
+    "capacity": (1, {**MOE, "moe_expert_capacity_factor": 1.0}),
+    "padding to a capacity": (1, {**MOE, "moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}),
     "latent attention, measured": (1, {**LATENT, **MEASURED}),
     "overlapping reductions": (2, {**DISTRIBUTED, **OVERLAP}),
     "an interleaved pipeline": (2, {**PP2, **FOUR_STAGES}),
