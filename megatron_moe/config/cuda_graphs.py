@@ -8,11 +8,15 @@ from typing import Any
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.schema import Run
 
-_EVERY = "attn mlp moe moe_router"
+WITHIN_MOE = ("moe_router", "moe_preprocess")
+"""Modules that are captured by themselves where moe is not."""
+
+_ROUTING = "moe moe_router moe_preprocess"
+_EVERY = f"attn mlp {_ROUTING}"
 _EXCHANGES, _ON_HOST = "exchanges between ranks are not captured", "the host has to know how many rows a pass has"
 _BALANCE = "moe_router_load_balancing_type"
 _RECOMPUTED = {"core_attn": "attn", "mla_up_proj": "attn", "mlp": "mlp", "layernorm": "attn mlp moe"}
-_RECOMPUTED |= {"moe": "moe moe_router", "moe_act": "moe", "shared_experts": "moe"}
+_RECOMPUTED |= {"moe": _ROUTING, "moe_act": "moe", "shared_experts": "moe"}
 """What `--recompute-modules` names -> the modules that it is within, or that are within it."""
 _OBSTACLES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     (_EVERY, "tensor_model_parallel_size", lambda size: size > 1, _EXCHANGES),
@@ -24,8 +28,8 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     ("attn", "reset_attention_mask", bool, "the host has to know where documents begin"),
     ("attn mlp", "transformer_impl", lambda kind: kind != "local", "Transformer Engine's modules are not captured"),
     ("attn mlp moe", "fp8_format", bool, "products in FP8 are not captured"),
-    ("moe moe_router", _BALANCE, lambda kinds: "sinkhorn" in kinds, "the host ends the iteration of sinkhorn"),
-    ("moe moe_router", _BALANCE, lambda kinds: "global_aux_loss" in kinds, _EXCHANGES),
+    (_ROUTING, _BALANCE, lambda kinds: "sinkhorn" in kinds, "the host ends the iteration of sinkhorn"),
+    (_ROUTING, _BALANCE, lambda kinds: "global_aux_loss" in kinds, _EXCHANGES),
     ("moe", "expert_model_parallel_size", lambda size: size > 1, _ON_HOST),
     ("moe", "moe_expert_backend", lambda kind: kind != "grouped_mm", "it reads on the host how many rows a pass has"),
     ("moe", "moe_shared_expert_overlap", bool, "its stream is not captured"),
@@ -36,21 +40,23 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
 def captured_modules(run: Run) -> tuple[str, ...]:
     """Return the modules that a run captures: those of `--cuda-graph-modules`, or all without an obstacle.
 
-    attn is a layer's attention with its norm and sum, mlp and moe are the same of a dense MLP and of experts, and
-    moe_router is the router, which is not captured by itself within moe.
+    attn is a layer's attention with its norm and sum, mlp and moe are the same of a dense MLP and of experts.
+    moe_router is the router, moe_preprocess goes on in its graph with what comes before the exchange between ranks;
+    moe holds both.
     """
     if run.training.cuda_graph_impl == "none":
         return ()
     if (named := run.training.cuda_graph_modules) is not None:
         return named
     possible = [module for module in existing_modules(run) if obstacle(run, module) is None]
-    return tuple(module for module in possible if module != "moe_router" or "moe" not in possible)
+    within = WITHIN_MOE if "moe" in possible else ()
+    return tuple(module for module in possible if module not in within)
 
 
 def existing_modules(run: Run) -> list[str]:
     """Return Megatron-LM's names of what the model has and a graph may hold."""
     pattern = run.derived.moe_layer_pattern
-    return ["attn", *([] if all(pattern) else ["mlp"]), *(["moe", "moe_router"] if any(pattern) else [])]
+    return ["attn", *([] if all(pattern) else ["mlp"]), *(["moe", *WITHIN_MOE] if any(pattern) else [])]
 
 
 def obstacle(run: Run, module: str) -> tuple[str, str] | None:

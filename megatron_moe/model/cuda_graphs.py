@@ -48,7 +48,9 @@ def replay_graphs(run: Run, model: Sequence[torch.nn.Module], new_graph: NewGrap
             if isinstance(layer.mlp, MoELayer):
                 router = layer.mlp.router
                 routing = {"beside_replay": router.count_replay, "allowed": partial(operator.not_, router.observers)}
-                if "moe_router" in names:  # called as a module, whose hooks run
+                if "moe_preprocess" in names:
+                    replace_method(layer.mlp, "route", graphed, [router], **routing)
+                elif "moe_router" in names:  # called as a module, whose hooks run
                     replace_method(router, "forward", partial(graphed, before_replay=None), [router], **routing)
             if ("moe" if routing else "mlp") in names:
                 if routing:

@@ -86,6 +86,10 @@ class Dispatcher(ABC):
             return decision.expert_ids
         return decision.expert_ids.masked_fill(~decision.kept, self.num_experts)
 
+    def preprocess(self, decision: RoutingDecision) -> RoutingDecision:
+        """Return the decision with what a dispatch finds of it alone: a captured graph holds it with the router."""
+        return decision
+
     def rows_here(self, ends: Tensor) -> int:
         """Return the number of rows for this rank's experts, which the host waits for. ends: [e]."""
         return int(ends[-1])
@@ -281,19 +285,28 @@ class AllToAllDispatcher(PhasedDispatcher):
 
         return _SendBack.apply(work, rows)[0]
 
+    def preprocess(self, decision: RoutingDecision) -> RoutingDecision:
+        """Sort the choices: `ahead` is order, source, inverse, and [2, ranks, e] with the rows to each rank in [0]."""
+        if decision.ahead is not None:
+            return decision
+        etp, ids = self.groups.etp_size, self.destinations(decision)
+        both = ids.new_empty((2, self.groups.expert.size(), self.num_local_experts))
+        counts = both[0].view(-1) if etp == 1 else both.new_empty(self.num_experts)
+        order, source, inverse, _ = sort_by_expert(ids, self.num_experts, self.drops, counts)
+        if etp > 1:  # every ETP rank of an expert gets its rows
+            by_rank = counts.view(self.groups.ep_size, self.num_local_experts)
+            both[0].copy_(by_rank.repeat_interleave(etp, dim=0))
+        return decision._replace(ahead=(order, source, inverse, both))
+
     def prepare(
         self, hidden: Tensor, decision: RoutingDecision, do: Do = in_graph
     ) -> tuple[tuple[Tensor, ...], SendPlan]:
         num_tokens, topk = decision.expert_ids.shape
         etp, group = self.groups.etp_size, self.groups.expert
-        both = torch.empty((2, group.size(), self.num_local_experts), dtype=torch.int64, device=hidden.device)
+        ahead = self.preprocess(decision).ahead
+        assert ahead is not None
+        order, source, inverse, both = ahead
         sent_counts, received_counts = both.unbind()
-        counts = sent_counts.view(-1) if etp == 1 else sent_counts.new_empty(self.num_experts)
-        sort = sort_by_expert(self.destinations(decision), self.num_experts, self.drops, counts)
-        order, source, inverse, _ = sort
-        if etp > 1:  # every ETP rank of an expert gets its rows
-            by_rank = counts.view(self.groups.ep_size, self.num_local_experts)
-            sent_counts.copy_(by_rank.repeat_interleave(etp, dim=0))
         dist.all_to_all_single(received_counts, sent_counts, group=group)
         copied = HostCopy(both)
         # Which rows leave may depend on the splits: on the number kept, or on where a rank's rows are copied. Else the
