@@ -42,7 +42,7 @@ def captured_modules(run: Run) -> tuple[str, ...]:
 
     attn is a layer's attention with its norm and sum, mlp and moe are the same of a dense MLP and of experts.
     moe_router is the router, moe_preprocess goes on in its graph with what comes before the exchange between ranks;
-    moe holds both.
+    moe holds both. A layer with both halves captured is one graph.
     """
     if run.training.cuda_graph_impl == "none":
         return ()

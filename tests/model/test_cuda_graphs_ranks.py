@@ -79,6 +79,7 @@ def test_layers_that_replay_graphs_train_as_others_do_to_the_bit(gloo, case):
         assert found["seen"] == without["seen"]
         assert found["state"] == without["state"]
         assert found["replays"] > found["graphs"] > 0
+        assert found["graphs"] == 4 or not case.startswith("whole layers")  # a layer's passes are one graph each
         assert found["sorts"] or "expert_model_parallel_size" not in flags  # what precedes the exchange is captured
         committed = [one[2] for one in found["seen"] if isinstance(one, list)]
         assert all(committed) != ("fp16" in flags) and committed[0] and committed[-1]
