@@ -15,9 +15,6 @@ _ROUTING = "moe moe_router moe_preprocess"
 _EVERY = f"attn mlp {_ROUTING}"
 _EXCHANGES, _ON_HOST = "exchanges between ranks are not captured", "the host has to know how many rows a pass has"
 _BALANCE = "moe_router_load_balancing_type"
-_RECOMPUTED = {"core_attn": "attn", "mla_up_proj": "attn", "mlp": "mlp", "layernorm": "attn mlp moe"}
-_RECOMPUTED |= {"moe": _ROUTING, "moe_act": "moe", "shared_experts": "moe"}
-"""What `--recompute-modules` names -> the modules that it is within, or that are within it."""
 _OBSTACLES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     (_EVERY, "tensor_model_parallel_size", lambda size: size > 1, _EXCHANGES),
     (_EVERY, "context_parallel_size", lambda size: size > 1, _EXCHANGES),
@@ -66,9 +63,10 @@ def obstacle(run: Run, module: str) -> tuple[str, str] | None:
         return field, "weights or gradients move from pass to pass"
     if run.derived.routers_know_documents and module.startswith("moe"):
         return "reset_attention_mask", "a router that knows documents or padding is given others in every pass"
-    for name, modules in _RECOMPUTED.items():
-        if name in run.derived.recomputed_modules and module in modules.split():
-            return "recompute_modules", f"{name} is recomputed within it or around it"
+    if "moe" in run.derived.recomputed_modules and module in WITHIN_MOE:
+        return "recompute_modules", "moe is recomputed around it"
+    if "moe" in run.derived.recomputed_modules and module == "moe" and run.moe.moe_input_jitter_eps:
+        return "moe_input_jitter_eps", "where moe is recomputed, a graph would draw other noise"
     for modules, field, is_in_the_way, reason in _OBSTACLES:
         if module in modules.split() and is_in_the_way(getattr(getattr(run, all_fields()[field].section), field)):
             return field, reason

@@ -20,7 +20,11 @@ PARTS = {"cuda_graph_modules": ("attn", "mlp", "moe_router")}
 MOE = {"cuda_graph_modules": ("moe",)}
 SKIPPING = {"fp16": True, "initial_loss_scale": 2.0**20, "loss_scale_window": 1, "hysteresis": 1}  # the third step
 LATENT: dict[str, Any] = {"multi_latent_attention": True, "kv_lora_rank": 16, "qk_head_dim": 8, "v_head_dim": 8}
-MEASURED = {"log_max_attention_logit": True, "recompute_granularity": "selective", "recompute_modules": ("moe_act",)}
+RECOMPUTED = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe_act", "shared_experts"),
+    "moe_shared_expert_intermediate_size": 32,
+}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 1}
 FOUR_STAGES = {"num_layers": 4, "moe_layer_freq": "[0,1,1,1]", "num_layers_per_virtual_pipeline_stage": 1}
 
@@ -53,7 +57,15 @@ def in_torch(flags: dict[str, Any], graphs: bool) -> dict[str, Any]:
             seen.append(digest(next_token_logits(trainer.model, torch.arange(8).unsqueeze(0), position=5)))
     sorts = sum(call[0] is torch.ops.aten.sort.stable for one in made for call in one.calls)
     replays = sum(one.replays for one in made)
-    return {"seen": seen, "state": trainer.state(), "graphs": len(made), "replays": replays, "sorts": sorts}
+    filled = [storage.nbytes() for one in made for storage in one.freed]
+    return {
+        "filled": filled,
+        "seen": seen,
+        "state": trainer.state(),
+        "graphs": len(made),
+        "replays": replays,
+        "sorts": sorts,
+    }
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -63,7 +75,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dropout and jitter": (1, {**PARTS, "hidden_dropout": 0.1, "moe_input_jitter_eps": 0.1}),
     "capacity": (1, {**MOE, "moe_expert_capacity_factor": 1.0}),
     "padding to a capacity": (1, {**MOE, "moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}),
-    "latent attention, measured": (1, {**LATENT, **MEASURED}),
+    "latent attention, measured": (1, {**LATENT, "log_max_attention_logit": True}),
+    "recomputation": (1, {**LATENT, **RECOMPUTED}),
+    "recomputed experts": (1, {**MOE, "recompute_granularity": "selective", "recompute_modules": ("moe",)}),
     "overlapping reductions": (2, {**DISTRIBUTED, **OVERLAP}),
     "an interleaved pipeline": (2, {**PP2, **FOUR_STAGES}),
     "EP2, fused gradients": (2, {"expert_model_parallel_size": 2, "bf16": True, "gradient_accumulation_fusion": None}),
@@ -79,6 +93,7 @@ def test_layers_that_replay_graphs_train_as_others_do_to_the_bit(gloo, case):
         assert found["seen"] == without["seen"]
         assert found["state"] == without["state"]
         assert found["replays"] > found["graphs"] > 0
+        assert any(found["filled"]) is False and bool(found["filled"]) == (case == "recomputation")
         assert found["graphs"] == 4 or not case.startswith("whole layers")  # a layer's passes are one graph each
         assert found["sorts"] or "expert_model_parallel_size" not in flags  # what precedes the exchange is captured
         committed = [one[2] for one in found["seen"] if isinstance(one, list)]
