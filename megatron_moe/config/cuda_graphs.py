@@ -15,13 +15,14 @@ _ROUTING = "moe moe_router moe_preprocess"
 _EVERY = f"attn mlp {_ROUTING}"
 _EXCHANGES, _ON_HOST = "exchanges between ranks are not captured", "the host has to know how many rows a pass has"
 _BALANCE = "moe_router_load_balancing_type"
+_DRAWN = {"attn": ("attention_dropout", ("core_attn", "mla_up_proj")), "moe": ("moe_input_jitter_eps", ("moe",))}
+"""Modules, the setting by which they draw random numbers, and what, if it is recomputed, draws them again."""
 _OBSTACLES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     (_EVERY, "tensor_model_parallel_size", lambda size: size > 1, _EXCHANGES),
     (_EVERY, "context_parallel_size", lambda size: size > 1, _EXCHANGES),
     (_EVERY, "overlap_moe_expert_parallel_comm", bool, "layers run in parts"),
     (_EVERY, "fine_grained_activation_offloading", bool, "a graph's activations stay where they are"),
     (_EVERY, "recompute_granularity", lambda kind: kind == "full", "whole layers are recomputed"),
-    ("attn", "attention_dropout", bool, "no graph can switch to the random stream that it draws from"),
     ("attn", "reset_attention_mask", bool, "the host has to know where documents begin"),
     ("attn mlp", "transformer_impl", lambda kind: kind != "local", "Transformer Engine's modules are not captured"),
     ("attn mlp moe", "fp8_format", bool, "products in FP8 are not captured"),
@@ -58,6 +59,10 @@ def existing_modules(run: Run) -> list[str]:
 
 def obstacle(run: Run, module: str) -> tuple[str, str] | None:
     """Return the setting that stands in the way of capturing an existing module, and why; None if nothing does."""
+
+    def given(field: str) -> Any:
+        return getattr(getattr(run, all_fields()[field].section), field)
+
     if run.derived.zero_stage >= 2:
         field = "use_torch_fsdp2" if run.parallel.use_torch_fsdp2 else "data_parallel_sharding_strategy"
         return field, "weights or gradients move from pass to pass"
@@ -65,9 +70,11 @@ def obstacle(run: Run, module: str) -> tuple[str, str] | None:
         return "reset_attention_mask", "a router that knows documents or padding is given others in every pass"
     if "moe" in run.derived.recomputed_modules and module in WITHIN_MOE:
         return "recompute_modules", "moe is recomputed around it"
-    if "moe" in run.derived.recomputed_modules and module == "moe" and run.moe.moe_input_jitter_eps:
-        return "moe_input_jitter_eps", "where moe is recomputed, a graph would draw other noise"
+    field, recomputing = _DRAWN.get(module, ("", ()))
+    recomputed = [name for name in recomputing if name in run.derived.recomputed_modules]
+    if recomputed and given(field):
+        return field, f"where {recomputed[0]} is recomputed, a graph would draw other numbers"
     for modules, field, is_in_the_way, reason in _OBSTACLES:
-        if module in modules.split() and is_in_the_way(getattr(getattr(run, all_fields()[field].section), field)):
+        if module in modules.split() and is_in_the_way(given(field)):
             return field, reason
     return None

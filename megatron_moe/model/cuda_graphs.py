@@ -14,6 +14,7 @@ from megatron_moe.config.cuda_graphs import captured_modules
 from megatron_moe.config.schema import Run
 from megatron_moe.engine.cuda_graphs import CudaGraphs, GraphedCall, NewGraph, TorchGraphs, replace_method
 from megatron_moe.engine.layers import TransformerLayer
+from megatron_moe.model.attention import SDPACoreAttention
 from megatron_moe.moe.layer import MoELayer
 
 
@@ -53,6 +54,10 @@ def replay_graphs(run: Run, model: Sequence[torch.nn.Module], new_graph: NewGrap
                 if "moe" in names:
                     dispatcher = layer.mlp.dispatcher
                     getattr(dispatcher, "inner", dispatcher).fixed_rows = True  # a padded one carries another
+            for part in layer.self_attention.modules() if "attn" in names else ():
+                if isinstance(part, SDPACoreAttention):
+                    # A graph cannot switch to the random stream of a TP rank. Without TP the device's own will do.
+                    part.own_stream = False
             has_attention, has_mlp = "attn" in names, ("moe" if routing else "mlp") in names
             if has_attention and has_mlp:
                 replace_method(layer, "forward", graphed, [layer], **routing)

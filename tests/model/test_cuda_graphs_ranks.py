@@ -43,10 +43,11 @@ def in_torch(flags: dict[str, Any], graphs: bool) -> dict[str, Any]:
 
     made = RecordedGraphs()
     trainer = Trainer({**SMALL, **BALANCED, "gradient_accumulation_fusion": False, **flags})
-    replaying = replay_graphs(trainer.run, trainer.model, made) if graphs else None
+    # Where attention is captured, its dropout draws from another stream.
+    replaying = replay_graphs(trainer.run, trainer.model, made) if graphs or "attention_dropout" in flags else None
     seen = []
     for _ in range(4):
-        result = trainer.step(graphs=replaying)
+        result = trainer.step(graphs=replaying if graphs else None)
         update = result.router_update
         seen.append(
             [result.loss, repr(result.grad_norm), result.committed, result.max_attention_logit, result.expert_bias_hash]
@@ -72,7 +73,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "three parts": (1, {**PARTS, "mtp_num_layers": 1}),
     "whole layers, losses per token": (1, {"calculate_per_token_loss": True, "eod_mask_loss": True}),
     "a skipped step": (1, {**PARTS, **SKIPPING}),
-    "dropout and jitter": (1, {**PARTS, "hidden_dropout": 0.1, "moe_input_jitter_eps": 0.1}),
+    "dropout and jitter": (1, {**PARTS, "hidden_dropout": 0.1, "attention_dropout": 0.1, "moe_input_jitter_eps": 0.1}),
     "capacity": (1, {**MOE, "moe_expert_capacity_factor": 1.0}),
     "padding to a capacity": (1, {**MOE, "moe_expert_capacity_factor": 0.5, "moe_pad_expert_input_to_capacity": True}),
     "latent attention, measured": (1, {**LATENT, "log_max_attention_logit": True}),
