@@ -407,6 +407,9 @@ class PaddedDispatcher(Dispatcher):
         self.inner, self.factor = inner, factor
         self.num_micro_batches = micro_batches_among(groups.expert.size(), groups.tp_cp.size())
 
+    def preprocess(self, decision: RoutingDecision) -> RoutingDecision:
+        return self.inner.preprocess(decision)
+
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, PaddedPlan]:
         expert_input, plan = self.inner.dispatch(hidden, decision)
         ends, num_rows = expert_input.offsets.long(), expert_input.rows.shape[0]
