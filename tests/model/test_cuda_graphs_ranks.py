@@ -40,8 +40,11 @@ def in_torch(flags: dict[str, Any], graphs: bool) -> dict[str, Any]:
 
     from megatron_moe.model.cuda_graphs import replay_graphs
     from megatron_moe.model.generate import next_token_logits
+    from megatron_moe.parallel.groups import pretend_machines
 
     made = RecordedGraphs()
+    if "moe_alltoall_by_node" in flags:
+        pretend_machines(1)
     trainer = Trainer({**SMALL, **BALANCED, "gradient_accumulation_fusion": False, **flags})
     # Where attention is captured, its dropout draws from another stream.
     replaying = replay_graphs(trainer.run, trainer.model, made) if graphs or "attention_dropout" in flags else None
@@ -86,6 +89,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {**EP2, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
     ),
+    "EP2, by node": (2, {**EP2, "moe_alltoall_by_node": True}),
     "EP2, fused gradients": (2, {**EP2, "bf16": True, "gradient_accumulation_fusion": None}),
 }
 
