@@ -59,18 +59,10 @@ def in_torch(flags: dict[str, Any], graphs: bool) -> dict[str, Any]:
         )
         if len(trainer.model) == 1 and trainer.groups.pp.size() == 1:
             seen.append(digest(next_token_logits(trainer.model, torch.arange(8).unsqueeze(0), position=5)))
+    found = {"seen": seen, "state": trainer.state(), "graphs": len(made), "replays": sum(one.replays for one in made)}
+    found["filled"] = [storage.nbytes() for one in made for storage in one.freed]
     # How an exchange's sort writes the rows to each rank.
-    sorts = sum(call[0] is torch.ops.aten.sub.out for one in made for call in one.calls)
-    replays = sum(one.replays for one in made)
-    filled = [storage.nbytes() for one in made for storage in one.freed]
-    return {
-        "filled": filled,
-        "seen": seen,
-        "state": trainer.state(),
-        "graphs": len(made),
-        "replays": replays,
-        "sorts": sorts,
-    }
+    return {**found, "sorts": sum(call[0] is torch.ops.aten.sub.out for one in made for call in one.calls)}
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -103,7 +95,7 @@ def test_layers_that_replay_graphs_train_as_others_do_to_the_bit(gloo, case):
         assert found["seen"] == without["seen"]
         assert found["state"] == without["state"]
         assert found["replays"] > found["graphs"] > 0
-        assert any(found["filled"]) is False and bool(found["filled"]) == (case == "recomputation")
+        assert not any(found["filled"]) and bool(found["filled"]) == (case == "recomputation")
         assert found["graphs"] == 4 or not case.startswith("whole layers")  # a layer's passes are one graph each
         assert found["sorts"] or "expert_model_parallel_size" not in flags  # what precedes the exchange is captured
         committed = [one[2] for one in found["seen"] if isinstance(one, list)]
