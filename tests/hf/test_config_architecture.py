@@ -42,24 +42,6 @@ def test_a_folder_gives_architecture_and_vocabulary_and_nothing_else(tmp_path):
     assert run.model.max_position_embeddings == 512
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--num-layers 27", ["--num-layers 27", "there: 4", "leave it out"]),
-        ("--vocab-size 128", ["--vocab-size 128", "there: 131"]),
-        ("--norm-epsilon 1e-5", ["--norm-epsilon 1e-05", "there: 1e-06"]),
-        ("--no-moe-router-enable-expert-bias", ["--moe-router-enable-expert-bias False", "there: True"]),
-        ("--preset tiny", ["--ffn-hidden-size 128 (there: 96)", "and ", " more"]),
-        ("--moe-layer-freq 1", ["--moe-layer-freq 1", "there: "]),
-        ("--q-lora-rank none", ["--q-lora-rank none", "there: 24"]),
-    ],
-)
-def test_a_setting_that_contradicts_the_folder_is_refused_with_both_values(tmp_path, flags, says):
-    where = str(folder(tmp_path, "deepseek-v3"))
-    for text in (f"--load-hf {where}", *says):
-        assert text in message_of("--load-hf", where, *flags.split())
-
-
 def test_a_file_contradicts_as_a_flag_does(tmp_path):
     where = str(folder(tmp_path / "model", "mixtral"))
     (tmp_path / "run.yaml").write_text("hidden_size: 128\nlr: 1e-4\n")

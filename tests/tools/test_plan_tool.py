@@ -98,13 +98,6 @@ def test_parts_that_need_values_are_planned_by_ours_which_is_said(capsys):
         assert said.startswith(instead) and planned == plan
 
 
-def test_an_illegal_layout_is_refused_with_legal_ones_nearby(capsys):
-    assert cli.main(f"{TINY} --world-size 4 --tensor-model-parallel-size 3 --sequence-parallel".split()) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("megatron-moe plan: error: ")
-    assert "heads must divide" in err and "nearest legal" in err
-
-
 def example(page, start):
     """A command on a page, and the lines that the page says it prints."""
     pattern = rf"```(?:bash)?\nmegatron-moe plan ({start} .*?)```\n\n```text\n(.*?)```"

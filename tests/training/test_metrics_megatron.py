@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.report.jsonl import read_evaluations, read_steps
 from tests.helpers.trained_steps import SMALL, trained
 from tests.report import steps
@@ -102,8 +101,3 @@ def test_python_collects_where_the_flags_say(gloo: Any, flags: dict[str, Any], c
     # And around the evaluation at the end, which Megatron-LM's flag is about too.
     at_end = [(4, 2), (4, 0)] if flags.get("manual_gc_eval", True) else []
     assert ran == {"collections": [*collections, *at_end], "on": [False] * 4, "after": True}
-
-
-def test_cudas_profiler_is_refused_without_cuda() -> None:
-    with pytest.raises(ConfigError, match="--use-pytorch-profiler"):
-        trained({**FLAGS, "profile": True})
