@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import io
-import json
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -22,13 +21,7 @@ from megatron_moe.config.module_names import SHORT
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.model.build import build_model
-from megatron_moe.model.context_parallel import (
-    OverRanks,
-    attend_pieces,
-    attend_with_torch,
-    piece_gradients,
-    pieces_of,
-)
+from megatron_moe.model.context_parallel import OverRanks, attend_pieces, attend_with_torch, piece_gradients, pieces_of
 from megatron_moe.model.generate import next_token_logits
 from megatron_moe.model.mla import Rotary, rotated
 from megatron_moe.parallel import groups
@@ -347,10 +340,6 @@ def trained(flags: dict[str, object]) -> dict[str, object]:
         return {**pretrain(build({**TINY, **flags})), "printed": printed.getvalue()}
 
 
-def told(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 EXACT = ("tokens", "data_hash", "expert_bias_hash")
 WAYS = {"out of CP2": (CP2, {}), "into CP2": ({}, CP2)}
 
@@ -367,9 +356,9 @@ def test_a_run_evaluates_samples_saves_and_is_measured_as_on_one_rank(gloo, once
     assert f"CP {ranks[1]}, " in summary["printed"]
     assert summary["sample"] == wanted["sample"]
     assert summary["valid_loss"] == pytest.approx(wanted["valid_loss"], rel=1e-5)
-    steps = told(tmp_path / "metrics")
+    steps = trained_steps.lines(tmp_path / "metrics")
     assert [step["iteration"] for step in steps] == [1, 2]
-    for got, step in zip(steps, told(folder / "whole"), strict=True):
+    for got, step in zip(steps, trained_steps.lines(folder / "whole"), strict=True):
         assert got["loss"] == pytest.approx(step["loss"], rel=1e-5)
         assert got["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-4)
         assert [got[name] for name in EXACT] == [step[name] for name in EXACT]

@@ -1,7 +1,5 @@
 """A whole run on the pool's ranks learns, and its logged counts are the oracle of the bias."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from tests.data.prepared import ids
 from tests.helpers import model_cases
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, PP2, TP2, ZERO_3
-from tests.helpers.trained_steps import TINY, trained
+from tests.helpers.trained_steps import TINY, lines, trained
 
 SHORT = {"num_layers": 2, "seq_length": 32}
 
@@ -32,10 +30,6 @@ def loaded_biases(flags: dict[str, Any]) -> dict[int, tuple[str, str, list[float
         r.layer_number: (str(r.expert_bias.dtype), str(r.local_tokens_per_expert.dtype), r.expert_bias.tolist())
         for r in routers(trainer.model)
     }
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 COUNTED: dict[str, dict[str, Any]] = {
