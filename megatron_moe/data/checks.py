@@ -362,6 +362,14 @@ def data_fingerprint(run: Run, *, deep: bool | None = None) -> Fingerprint:
     return found
 
 
+def chat_template(run: Run) -> str | None:
+    """Return the template by which the run's conversations were written; None without any, or of several templates."""
+    sources = read_sources(run.data)
+    sidecars = [] if sources.mock else map(read_sidecar, sources.prefixes())
+    found = {sidecar.chat["template"] for sidecar in sidecars if sidecar is not None and sidecar.chat}
+    return found.pop() if len(found) == 1 else None
+
+
 def require_same_samples(
     run: Run, now: Fingerprint, config: dict[str, Any], saved: Fingerprint, where: str
 ) -> list[str]:

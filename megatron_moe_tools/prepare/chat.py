@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.data.hugging_face_folder import SETTINGS, json_object
+from megatron_moe.data.hugging_face_folder import chat_template_of
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer
-from megatron_moe.data.transformers_files import TEMPLATE
 from megatron_moe_tools.prepare.inputs import BadRecord
 
 ASSISTANT, LAST, ALL = "assistant", "last", "all"
@@ -365,17 +364,17 @@ def chat_format(
     folder = Path(tokenizer_model)
     if not folder.is_dir():
         folder = folder.parent
-    file = Path(template or folder / TEMPLATE)
-    named: dict[str, Any] = {}
-    if template or file.is_file():
+    own: Any
+    if template:
         try:
-            named["default"] = file.read_text(encoding="utf-8")
+            own = Path(template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--chat-template {file}: cannot be read ({error}); give a file in Jinja") from error
+            raise ConfigError(f"--chat-template {template}: cannot be read ({error}); give a file in Jinja") from error
     else:
-        named["default"] = json_object(folder / SETTINGS).get("chat_template")
-        if isinstance(named["default"], list):  # of several
-            named = dict(map(itemgetter("name", "template"), named["default"]))
+        own = chat_template_of(folder)
+    named = {"default": own}
+    if isinstance(own, list):  # of several
+        named = dict(map(itemgetter("name", "template"), own))
     if not isinstance(named.get("default"), str) or not named["default"].strip():
         raise ConfigError(f"--tokenizer-model {tokenizer_model}: has no chat template; give one: --chat-template FILE")
     return ChatFormat(named["default"], named.get("tool_use"), train_on, longest, dict(tokenizer.roles))

@@ -4,7 +4,6 @@ import json
 import random
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.index_file import MASK, SUFFIXES
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer
 from megatron_moe.training.callback import Callback
+from megatron_moe_tools.convert.cli import main as convert
 from megatron_moe_tools.prepare.chat import ChatEncoder, chat_format, conversation_of, marked
 from megatron_moe_tools.prepare.inputs import BadRecord
 from megatron_moe_tools.prepare.preprocess import PreprocessOptions, main, preprocess
@@ -157,7 +157,6 @@ TEMPLATES["cut"] = {
 
 RECORDS = [conversation(seed, plain=True) for seed in range(60)]
 SHORT = [record for record in RECORDS if len(str(record)) < 400][:12]
-CHOSEN: dict[str, Any] = {"tokenizer_type": "HuggingFaceTokenizer"}
 LAYOUTS = [(1, {}), (2, {"context_parallel_size": 2}), (2, {"pipeline_model_parallel_size": 2})]
 PACKED = {"packing": "best-fit", "reset_attention_mask": True}
 
@@ -230,19 +229,20 @@ class Noting(Callback):
 
 @pytest.mark.parametrize(("ranks", "layout"), rows(list(LAYOUTS), test=list(LAYOUTS)[:1]))
 def test_the_loss_on_trained_tokens_is_transformers_own(gloo, ranks, layout, tmp_path):
-    model = published("qwen3-moe", 3, tmp_path / "model")
-    (tmp_path / "model" / "chat_template.jinja").write_text(CHATML)
-    tokenizer = HuggingFaceTokenizer(tmp_path / "model")
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in SHORT))
-    options = PreprocessOptions((str(tmp_path / "chats.jsonl"),), str(tmp_path / "chat"), chat_template="", **CHOSEN)
-    (prefix,) = preprocess(replace(options, tokenizer_model=str(tmp_path / "model")), show_progress=False)
+    model, folder = published("qwen3-moe", 3, tmp_path / "model"), str(tmp_path / "model")
+    template, source = tmp_path / "chat.jinja", tmp_path / "chats.jsonl"
+    template.write_text(CHATML)  # not the one of the folder
+    source.write_text("".join(json.dumps(record) + "\n" for record in SHORT))
+    chosen = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": folder}
+    options = PreprocessOptions((str(source),), str(tmp_path / "chat"), chat_template=str(template), **chosen)
+    (prefix,), tokenizer = preprocess(options, show_progress=False), HuggingFaceTokenizer(folder)
     fields = {"data_path": (prefix,), "split": "1,0,0", "seq_length": 512, "eval_iters": 0, **PACKED}
     samples, _, _ = build_datasets(build(fields), tokenizer, 1, 0, 0)
-    fields |= {"train_iters": 1, "global_batch_size": len(samples), "micro_batch_size": 1, "lr": 1e-30, **CHOSEN}
-    fields |= {"tokenizer_model": str(tmp_path / "model"), "calculate_per_token_loss": True, "reset_position_ids": True}
-    losses = gloo.run(ranks, first_loss, folder=str(tmp_path / "model"), flags={**fields, **layout})
+    fields |= {"train_iters": 1, "global_batch_size": len(samples), "micro_batch_size": 1, "lr": 1e-30, **chosen}
+    fields |= {"calculate_per_token_loss": True, "reset_position_ids": True, "save": str(tmp_path / "steps")}
+    losses = gloo.run(ranks, first_loss, folder=folder, flags={**fields, **layout})
     total = count = 0.0
-    encode = ChatEncoder(tokenizer, chat_format("", tokenizer, str(tmp_path / "model"), "assistant", None), eod=False)
+    encode = ChatEncoder(tokenizer, chat_format(str(template), tokenizer, folder, "assistant", None), eod=False)
     for record in SHORT:
         found = encode(conversation_of(record, "messages", record))
         ids, mask = torch.tensor([found.ids]), torch.tensor(found.mask[1:], dtype=torch.bool)
@@ -251,6 +251,9 @@ def test_the_loss_on_trained_tokens_is_transformers_own(gloo, ranks, layout, tmp
         total += float(torch.nn.functional.cross_entropy(logits[mask], ids[0, 1:][mask], reduction="sum"))
         count += int(mask.sum())
     assert losses[-1] == pytest.approx(total / count, rel=1e-5)
+    exporting = ["--from", "native", "--to", "hf", "--load", fields["save"], "--save", str(tmp_path / "exported")]
+    assert convert(exporting) == 0
+    assert (tmp_path / "exported" / "chat_template.jinja").read_text() == CHATML
 
 
 CHANGED = {
