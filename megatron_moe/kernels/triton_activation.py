@@ -13,6 +13,21 @@ from megatron_moe.kernels.choice import blocks_of, launch, power_of_2
 
 
 @triton.jit
+def swiglu(gate, up, prob):
+    return gate / (1.0 + tl.exp(-gate)) * up * prob
+
+
+@triton.jit
+def swiglu_gradients(grad, gate, up, prob):
+    """Return the gradients of gate and up, and the terms of the weight's."""
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    silu = gate * sigmoid
+    weighted = grad * prob
+    # d silu(g)/dg = s + g s (1 - s)
+    return (sigmoid + silu * (1.0 - sigmoid)) * up * weighted, silu * weighted, grad * silu * up
+
+
+@triton.jit
 def _forward(gate_up, probs, hidden, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -20,7 +35,7 @@ def _forward(gate_up, probs, hidden, width, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (row * 2 + 1) * width + column, mask=inside, other=0.0).to(tl.float32)
     prob = tl.load(probs + row)
-    value = gate / (1.0 + tl.exp(-gate)) * up * prob
+    value = swiglu(gate, up, prob)
     tl.store(hidden + row * width + column, value.to(hidden.dtype.element_ty), mask=inside)
 
 
@@ -35,15 +50,11 @@ def _backward(grad, gate_up, probs, grad_gate_up, grad_probs, width, BLOCK: tl.c
         gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gate_up + (row * 2 + 1) * width + column, mask=inside, other=0.0).to(tl.float32)
         wide = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-        silu = gate * sigmoid
-        total += wide * silu * up
-        weighted = wide * prob
-        # d silu(g)/dg = s + g s (1 - s)
-        grad_gate = (sigmoid + silu * (1.0 - sigmoid)) * up * weighted
+        grad_gate, grad_up, of_prob = swiglu_gradients(wide, gate, up, prob)
+        total += of_prob
         kind = grad_gate_up.dtype.element_ty
         tl.store(grad_gate_up + row * 2 * width + column, grad_gate.to(kind), mask=inside)
-        tl.store(grad_gate_up + (row * 2 + 1) * width + column, (silu * weighted).to(kind), mask=inside)
+        tl.store(grad_gate_up + (row * 2 + 1) * width + column, grad_up.to(kind), mask=inside)
     tl.store(grad_probs + row, tl.sum(total, axis=0))
 
 

@@ -12,6 +12,7 @@ the kernels write quotients in fp32, which torch rounds, and multiply FP8 number
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_moe.kernels.choice import blocks_of, launch, power_of_2
+from megatron_moe.kernels.triton_activation import swiglu, swiglu_gradients
 from megatron_moe.platform import hardware
 
 TILE = 128
@@ -61,18 +63,30 @@ def _tile_of(offsets, tile, experts, EXPERTS: tl.constexpr):
     return mine, first + tile * _TILE, tl.sum(tl.where(expert == mine, ends, 0), axis=0)
 
 
-@triton.jit(do_not_specialize=["height"])
-def _cut_rows(values, numbers, scales, height, width, parts, across, largest, smallest, ROWS: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(1) % across) * _TILE + tl.arange(0, _TILE)
-    place = row.to(tl.int64) * parts + tl.program_id(1) // across
-    own = (row < height)[:, None]
-    exact = tl.load(values + place[:, None] * width + column[None, :], mask=own & (column < width)[None, :], other=0.0)
-    exact = exact.to(tl.float32)
+@triton.jit
+def _write_rows(exact, numbers, scales, row, end, block, blocks, height, largest, smallest):
+    """Cut one of the blocks of 128 columns into tiles of 1 x 128; rows are written up to `end`."""
     scale = _scale_of(tl.max(_magnitudes(exact), axis=1), largest, smallest)
     found = tl.div_rn(exact, tl.broadcast_to(scale[:, None], exact.shape)).to(numbers.dtype.element_ty)
-    tl.store(numbers + place[:, None] * (across * _TILE) + column[None, :], found, mask=own)
-    tl.store(scales + tl.program_id(1).to(tl.int64) * height + row, scale, mask=row < height)
+    place = row.to(tl.int64)[:, None] * (blocks * _TILE) + (block * _TILE + tl.arange(0, _TILE))[None, :]
+    tl.store(numbers + place, found, mask=(row < end)[:, None])
+    tl.store(scales + block.to(tl.int64) * height + row, scale, mask=row < end)
+
+
+@triton.jit
+def _write_columns(exact, scale, turned, place, column, own, places):
+    """Write numbers over their column's scale, turned: columns that are `own`, and rows at a place among `places`."""
+    found = tl.div_rn(exact, tl.broadcast_to(scale[None, :], exact.shape)).to(turned.dtype.element_ty)
+    tl.store(turned + column.to(tl.int64)[None, :] * places + place[:, None], found, mask=own[None, :])
+
+
+@triton.jit(do_not_specialize=["height"])
+def _cut_rows(values, numbers, scales, height, width, parts, across, largest, smallest, ROWS: tl.constexpr):
+    row, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    column = block % across * _TILE + tl.arange(0, _TILE)
+    place = (row.to(tl.int64) * parts + block // across)[:, None] * width + column[None, :]
+    exact = tl.load(values + place, mask=(row < height)[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
+    _write_rows(exact, numbers, scales, row, height, block, parts * across, height, largest, smallest)
 
 
 @triton.jit
@@ -106,22 +120,92 @@ def _cut_columns(
     tile, block = tl.program_id(0), tl.program_id(1)
     _, first, end = _tile_of(offsets, tile, experts, EXPERTS)
     if first < end:
-        row, inside = first + tl.arange(0, _TILE), block % across * _TILE + tl.arange(0, _TILE)
-        column = block // across * width + inside
-        own_rows, own_columns = (row < end)[:, None], (inside < width)[None, :]
-        place = row.to(tl.int64)[:, None] * (parts * width) + column[None, :]
-        exact = tl.load(values + place, mask=own_rows & own_columns, other=0.0).to(tl.float32)
+        inside, depth = tl.arange(0, _TILE), parts * width
+        row, column = first + inside, block % across * _TILE + inside
+        own, column = column < width, block // across * width + column
+        place = row.to(tl.int64)[:, None] * depth + column[None, :]
+        exact = tl.load(values + place, mask=(row < end)[:, None] & own[None, :], other=0.0).to(tl.float32)
         if ROWS:
-            scale = _scale_of(tl.max(_magnitudes(exact), axis=1), largest, smallest)
-            found = tl.div_rn(exact, tl.broadcast_to(scale[:, None], exact.shape)).to(numbers.dtype.element_ty)
-            place = (row.to(tl.int64) * parts + block // across)[:, None] * (across * _TILE) + inside[None, :]
-            tl.store(numbers + place, found, mask=own_rows)
-            tl.store(scales + block.to(tl.int64) * height + row, scale, mask=row < end)
+            _write_rows(exact, numbers, scales, row, end, block, parts * across, height, largest, smallest)
         scale = _scale_of(tl.max(_magnitudes(exact), axis=0), largest, smallest)
-        found = tl.div_rn(exact, tl.broadcast_to(scale[None, :], exact.shape)).to(turned.dtype.element_ty)
-        place = column.to(tl.int64)[None, :] * places + tile * _TILE + tl.arange(0, _TILE)[:, None]
-        tl.store(turned + place, found, mask=own_columns)
-        tl.store(turned_scales + tile.to(tl.int64) * (parts * width) + column, scale, mask=inside < width)
+        tl.store(turned_scales + tile.to(tl.int64) * depth + column, scale, mask=own)
+        _write_columns(exact, scale, turned, tile * _TILE + inside, column, own, places)
+
+
+# ---- Numbers in tiles, of the activation between two products.
+#
+# They are rounded to the rows' dtype first, as where the activation alone writes them.
+
+
+@triton.jit
+def _read(rows, row, column, width, own):
+    return tl.load(rows + row.to(tl.int64)[:, None] * width + column[None, :], mask=own, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _as_written(value, rows, own):
+    """Return what would be read again, and zeros where nothing is: a weight that is not finite would make NaN of it."""
+    return tl.where(own, value.to(rows.dtype.element_ty).to(tl.float32), 0.0)
+
+
+@triton.jit(do_not_specialize=["height"])
+def _cut_activated(gate_up, probs, numbers, scales, height, width, across, largest, smallest, ROWS: tl.constexpr):
+    row, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    column = block * _TILE + tl.arange(0, _TILE)
+    own = (row < height)[:, None] & (column < width)[None, :]
+    gate, up = _read(gate_up, row, column, 2 * width, own), _read(gate_up + width, row, column, 2 * width, own)
+    prob = tl.load(probs + row, mask=row < height, other=0.0)[:, None]
+    exact = _as_written(swiglu(gate, up, prob), gate_up, own)
+    _write_rows(exact, numbers, scales, row, height, block, across, height, largest, smallest)
+
+
+@triton.jit
+def _activated(grad, gate_up, probs, row, end, column, width):
+    """Return the activation's result, and the gradients of gate, up and weight, of rows up to `end`."""
+    own = (row < end)[:, None] & (column < width)[None, :]
+    gate, up = _read(gate_up, row, column, 2 * width, own), _read(gate_up + width, row, column, 2 * width, own)
+    prob = tl.load(probs + row, mask=row < end, other=0.0)[:, None]
+    of_gate, of_up, of_prob = swiglu_gradients(_read(grad, row, column, width, own), gate, up, prob)
+    hidden, of_gate = _as_written(swiglu(gate, up, prob), gate_up, own), _as_written(of_gate, gate_up, own)
+    return hidden, of_gate, _as_written(of_up, gate_up, own), tl.sum(of_prob, axis=1)
+
+
+@triton.jit(do_not_specialize=["height"])
+def _cut_activation(
+    grad, gate_up, probs, offsets, grad_probs, numbers, scales, turned, turned_scales, hidden, hidden_scales,
+    height, width, across, experts, places, largest, largest_hidden, smallest,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    tile, block = tl.program_id(0), tl.program_id(1)
+    _expert, first, end = _tile_of(offsets, tile, experts, EXPERTS)
+    if first < end:
+        column = block * _TILE + tl.arange(0, _TILE)
+        own, blocks = column < width, 2 * across
+        # The registers do not hold a tile's rows. They are computed for the scales of columns, and, from what is in the
+        # cache, once more for the columns.
+        most = tl.zeros((_TILE,), dtype=tl.int32)
+        most_gate, most_up = most, most
+        for start in range(0, _TILE, ROWS):
+            row = first + start + tl.arange(0, ROWS)
+            exact, of_gate, of_up, of_prob = _activated(grad, gate_up, probs, row, end, column, width)
+            tl.store(grad_probs + block.to(tl.int64) * height + row, of_prob, mask=row < end)
+            _write_rows(of_gate, numbers, scales, row, end, block, blocks, height, largest, smallest)
+            _write_rows(of_up, numbers, scales, row, end, across + block, blocks, height, largest, smallest)
+            most = tl.maximum(most, tl.max(_magnitudes(exact), axis=0))
+            most_gate = tl.maximum(most_gate, tl.max(_magnitudes(of_gate), axis=0))
+            most_up = tl.maximum(most_up, tl.max(_magnitudes(of_up), axis=0))
+        scale, scale_gate = _scale_of(most, largest_hidden, smallest), _scale_of(most_gate, largest, smallest)
+        scale_up = _scale_of(most_up, largest, smallest)
+        place = tile.to(tl.int64) * width + column
+        tl.store(hidden_scales + place, scale, mask=own)
+        tl.store(turned_scales + tile.to(tl.int64) * width + place, scale_gate, mask=own)
+        tl.store(turned_scales + (tile.to(tl.int64) + 1) * width + place, scale_up, mask=own)
+        for start in range(0, _TILE, ROWS):
+            inside = start + tl.arange(0, ROWS)
+            exact, of_gate, of_up, of_prob = _activated(grad, gate_up, probs, first + inside, end, column, width)
+            _write_columns(exact, scale, hidden, tile * _TILE + inside, column, own, places)
+            _write_columns(of_gate, scale_gate, turned, tile * _TILE + inside, column, own, places)
+            _write_columns(of_up, scale_up, turned, tile * _TILE + inside, width + column, own, places)
 
 
 def _interpreted(numbers: Tensor) -> bool:
@@ -203,6 +287,59 @@ def cut_columns(values: Tensor, offsets: Tensor, dtype: torch.dtype, with_rows: 
     launch(_cut_columns, (tiles, parts * across), *operands, *sizes, **constants)
     columns = turned.to(dtype), turned_scales
     return [columns, (numbers.to(dtype), scales)] if with_rows else [columns]
+
+
+def cut_activated(gate_up: Tensor, probs: Tensor) -> Cut:
+    """Return what `cut_rows` returns for the weighted SwiGLU of gate_up [R, 2F] and probs [R], in e4m3."""
+    height, width = gate_up.shape[0], gate_up.shape[1] // 2
+    across, dtype = blocks_of(width, TILE), torch.float8_e4m3fn
+    numbers = _room(gate_up, (height, 1, across * TILE), dtype)
+    scales = gate_up.new_empty((across, height), dtype=torch.float32)
+    sizes = (height, width, across, *_limits(dtype))
+    launch(
+        _cut_activated, (blocks_of(height, 32), across), gate_up, probs, numbers, scales, *sizes, ROWS=32, num_warps=4
+    )
+    return numbers.to(dtype), scales
+
+
+def cut_activation(
+    grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> tuple[list[Cut], Cut, Tensor]:
+    """Return the gradients of the weighted SwiGLU, that of gate_up in tiles, and its result in tiles once more.
+
+    Args:
+        grad: [R, F], of the result. gate_up: [R, 2F]. probs: [R].
+        dtype: of the gradient's tiles.
+
+    Returns:
+        what `cut_columns` returns `with_rows` for the gradient of gate_up, [R, 2, F]; columns of the result [R, F], in
+        e4m3; the gradient of probs.
+    """
+    (height, width), experts, e4m3 = grad.shape, offsets.shape[0], torch.float8_e4m3fn
+    across, tiles = blocks_of(width, TILE), tiles_of_rows(height, experts)
+    numbers, turned = _room(grad, (height, 2, across * TILE), dtype), _room(grad, (2 * width, tiles * TILE), dtype)
+    hidden, fp32 = _room(grad, (width, tiles * TILE), e4m3), partial(grad.new_empty, dtype=torch.float32)
+    scales, turned_scales = fp32((2 * across, height)), fp32((tiles, 2 * width))
+    hidden_scales, grad_probs = fp32((tiles, width)), probs.new_empty((across, height))
+    (largest, smallest), (largest_hidden, _) = _limits(dtype), _limits(e4m3)
+    operands = (
+        grad,
+        gate_up,
+        probs,
+        offsets,
+        grad_probs,
+        numbers,
+        scales,
+        turned,
+        turned_scales,
+        hidden,
+        hidden_scales,
+    )
+    sizes = (height, width, across, experts, tiles * TILE, largest, largest_hidden, smallest)
+    constants = {"EXPERTS": power_of_2(experts), "ROWS": 16, "num_warps": 8}
+    launch(_cut_activation, (tiles, across), *operands, *sizes, **constants)
+    of_gate_up = [(turned.to(dtype), turned_scales), (numbers.to(dtype), scales)]
+    return of_gate_up, (hidden.to(e4m3), hidden_scales), grad_probs.sum(0)
 
 
 # ---- Products of groups of rows.

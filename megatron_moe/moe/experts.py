@@ -18,7 +18,7 @@ from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.grouped_gemm import DelayedWgrad, GroupedLinear, TorchProduct
-from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product
+from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product, experts_by_triton
 from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.parallel.groups import ranks_of_machine
 from megatron_moe.platform import host
@@ -259,6 +259,27 @@ class GroupedExperts(LocalExperts):
             )
             for name, weight in (("weight1", self.weight1), ("weight2", self.weight2))
         }
+
+
+class GroupedExpertsFp8(GroupedExperts):
+    """Grouped experts whose products, activation and tiles our kernels compute in FP8, as one node of the graph.
+
+    Args:
+        config, options, groups: see `GroupedExperts`.
+        products: of gate and up projection, and of the down projection.
+    """
+
+    def __init__(
+        self, config: EngineConfig, options: MoEOptions, groups: MoEGroups, products: tuple[Fp8Product, Fp8Product]
+    ) -> None:
+        super().__init__(config, options, groups, products[1], gate_up_kernel=products[0])
+        self.products = products
+        self.activate_into = _keeping  # nothing is kept of it
+
+    def forward(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
+        """See `LocalExperts.forward`."""
+        rows, probs, offsets = expert_input.rows, expert_input.probs, expert_input.offsets
+        return experts_by_triton(rows, probs, self.weight1, self.weight2, offsets, self.products, self.activate_into)
 
 
 def _keeping(activation: Callable[..., Tensor], product: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ becomes zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -211,8 +211,11 @@ class _ByTriton:
 
     def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """See `_Emulated.results`."""
-        cut = self.kernels.cut_rows(rows.unsqueeze(1), E4M3)
-        return self.kernels.multiply(cut, self._blocks(matrices), self.offsets, tuple(matrices.shape[1:3]), rows.dtype)
+        return self.results_of(self.kernels.cut_rows(rows.unsqueeze(1), E4M3), matrices, rows.dtype)
+
+    def results_of(self, cut: Any, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return y of rows that are cut, in a dtype."""
+        return self.kernels.multiply(cut, self._blocks(matrices), self.offsets, tuple(matrices.shape[1:3]), dtype)
 
     def grad_rows(self, grad: Tensor, matrices: Tensor, dtype: torch.dtype) -> Tensor:
         """See `_Emulated.grad_rows`."""
@@ -222,23 +225,38 @@ class _ByTriton:
             self._columns = grad, columns
         else:
             cut = self.kernels.cut_rows(rows, dtype)
+        return self.grad_rows_of(cut, matrices, grad.dtype)
+
+    def grad_rows_of(self, cut: Any, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return dx of gradients that are cut, in a dtype."""
         blocks = self._blocks(matrices, turned=True)
-        return self.kernels.multiply(cut, blocks, self.offsets, (1, matrices.shape[3]), grad.dtype)
+        return self.kernels.multiply(cut, blocks, self.offsets, (1, matrices.shape[3]), dtype)
 
     def grad_matrices(
         self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype, total: Tensor | None = None
     ) -> Tensor:
         """See `_Emulated.grad_matrices`."""
-        found = total
-        if found is None:
-            found = rows.new_empty((self.offsets.shape[0], grad.shape[1], rows.shape[1]))
         if self._columns is not None and self._columns[0] is grad:
             left = self._columns[1]
         else:
             (left,) = self.kernels.cut_columns(grad.unsqueeze(1), self.offsets, dtype)
         (right,) = self.kernels.cut_columns(rows.unsqueeze(1), self.offsets, E4M3)
+        return self.grad_matrices_of(left, right, shape, rows.dtype, total)
+
+    def grad_matrices_of(
+        self, left: Any, right: Any, shape: torch.Size, dtype: torch.dtype, total: Tensor | None
+    ) -> Tensor:
+        """Return dW of gradients and rows whose columns are cut, in a dtype; or add it to `total`."""
+        experts = self.offsets.shape[0], -1, shape[-1]
+        found = total if total is not None else self.weights.new_empty(shape, dtype=dtype).view(experts)
         self.kernels.multiply_columns(left, right, self.offsets, found, total is not None)
-        return found if total is not None else found.view(shape)
+        return found.view(shape)
+
+    def grad_weights(self, product: Fp8Product, left: Any, right: Any, weights: Tensor) -> Tensor:
+        """Return what is handed on as the gradient of the weights, which it may be added for to their sum."""
+        total = product.sum_of(self.weights)
+        found = self.grad_matrices_of(left, right, weights.shape, weights.dtype, total)
+        return found if total is None else no_gradient(weights)
 
     def _blocks(self, matrices: Tensor, turned: bool = False) -> tuple[Tensor, Tensor]:
         # A graph cuts what its weights will be when it runs.
@@ -411,9 +429,7 @@ class _GroupedFp8(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_rows = products.grad_rows(grad, product.matrices_of(weights), product.gradients)
         if ctx.needs_input_grad[1]:
-            total = main_grad_of(ctx.parameter) if product.fused else None
-            if total is not None:
-                total = total.view(offsets.shape[0], -1, total.shape[-1])
+            total = product.sum_of(ctx.parameter)
             grad_weights = products.grad_matrices(grad, rows, weights.shape, product.gradients, total)
             if total is not None:
                 grad_weights = no_gradient(weights)
@@ -452,12 +468,73 @@ class Fp8Product:
         stack = weights.unsqueeze(0) if weights.dim() == 2 else weights.flatten(1, -2)
         return stack.unflatten(1, (self.matrices, -1))
 
+    def sum_of(self, parameter: Tensor) -> Tensor | None:
+        """Return the fp32 sum of a weight's gradients that they are added to, [e, P x out, in], or None."""
+        total = main_grad_of(parameter) if self.fused else None
+        return None if total is None else self.matrices_of(total).flatten(1, 2)
+
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x weight^T of a linear layer, [..., in] and [out, in] -> [..., out], as one expert with all rows."""
         rows = x.flatten(0, -2)
         device = "cpu" if self.form == "scaled" else x.device
         offsets = torch.full((1,), rows.shape[0], dtype=torch.int32, device=device)
         return self(rows, weight, offsets).unflatten(0, x.shape[:-1])
+
+
+class _ExpertsByTriton(torch.autograd.Function):
+    """Both products of experts, and the activation between them, of which nothing is written in the rows' dtype.
+
+    The rows and the first product's results are kept. The activation's result is computed and cut again.
+    """
+
+    @staticmethod
+    @unaffected_by_autocast
+    def forward(
+        ctx: AutogradContext,
+        rows: Tensor,
+        probs: Tensor,
+        weight1: Tensor,
+        weight2: Tensor,
+        offsets: Tensor,
+        products: tuple[Fp8Product, Fp8Product],
+        activate_into: Callable[..., Tensor],
+    ) -> Tensor:
+        ctx.products, ctx.parameters = products, (weight1, weight2)
+        if rows.shape[0] == 0:
+            ctx.save_for_backward(rows, probs, weight1, weight2, offsets, rows)
+            return torch.zeros_like(rows)
+        gate_up, down = products
+        first, second = (_ByTriton(offsets, rows.shape[0], weights) for weights in (weight1, weight2))
+        kept = first.results(rows, gate_up.matrices_of(weight1))
+        ctx.save_for_backward(rows, probs, weight1, weight2, offsets, kept)
+
+        def of_activated(cut: Any) -> Tensor:
+            return second.results_of(cut, down.matrices_of(weight2), rows.dtype)
+
+        return activate_into(second.kernels.cut_activated, of_activated, kept, probs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    @unaffected_by_autocast
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, probs, weight1, weight2, offsets, kept = ctx.saved_tensors
+        if rows.shape[0] == 0:
+            return *map(torch.zeros_like, (rows, probs, weight1, weight2)), None, None, None
+        gate_up, down = ctx.products
+        first, second = (_ByTriton(offsets, rows.shape[0], parameter) for parameter in ctx.parameters)
+        kernels, dtype = first.kernels, grad.dtype
+        columns, cut = kernels.cut_columns(grad.unsqueeze(1), offsets, down.gradients, with_rows=True)
+        grad_hidden = second.grad_rows_of(cut, down.matrices_of(weight2), dtype)
+        of_gate_up, hidden, grad_probs = kernels.cut_activation(grad_hidden, kept, probs, offsets, gate_up.gradients)
+        grad_weight2 = second.grad_weights(down, columns, hidden, weight2)
+        columns, cut = of_gate_up
+        (of_rows,) = kernels.cut_columns(rows.unsqueeze(1), offsets, E4M3)
+        grad_weight1 = first.grad_weights(gate_up, columns, of_rows, weight1)
+        grad_rows = first.grad_rows_of(cut, gate_up.matrices_of(weight1), dtype) if ctx.needs_input_grad[0] else None
+        return grad_rows, grad_probs, grad_weight1, grad_weight2, None, None, None
+
+
+experts_by_triton: Callable[..., Tensor] = _ExpertsByTriton.apply
 
 
 def fp8_form() -> str:

@@ -71,6 +71,22 @@ def test_tiles_have_the_bits_of_torchs_form(fused: Any, dtype: torch.dtype) -> N
             tile = end
 
 
+def test_an_activation_is_cut_as_if_it_had_been_written(fused: Any) -> None:
+    offsets = torch.tensor([130, 130, 133]).int()
+    gate_up, grad = values(133, 400), values(133, 200)
+    probs = torch.rand(133, generator=torch.Generator().manual_seed(0))
+    probs[9], probs[131] = float("inf"), float("nan")
+    written = fused.weighted_swiglu_forward(gate_up, probs).unsqueeze(1)
+    slope, exact = fused.weighted_swiglu_backward(grad, gate_up, probs)
+    assert_same_bits(fused.cut_activated(gate_up, probs), *fused.cut_rows(written, fp8.E4M3))
+    (columns, of_rows), result, grad_probs = fused.cut_activation(grad, gate_up, probs, offsets, fp8.E5M2)
+    wanted, rows = fused.cut_columns(slope.unflatten(1, (2, -1)), offsets, fp8.E5M2, with_rows=True)
+    assert_same_bits(of_rows, *rows)
+    for one, other in ((columns, wanted), (result, *fused.cut_columns(written, offsets, fp8.E4M3))):
+        assert_same_bits((one[0][:, :384], one[1][:3]), other[0][:, :384], other[1][:3])  # of tiles with rows
+    assert torch.allclose(grad_probs, exact, rtol=1e-5, equal_nan=True)
+
+
 def test_what_is_not_finite_spoils_its_own_rows_and_columns_alone(fused: Any) -> None:
     rows, stack, grad = (torch.randn(*shape) for shape in ((261, 200), (4, 1, 136, 200), (261, 136)))
     forms = (fp8._ByTriton(OFFSETS, 261, stack), fp8._Emulated(OFFSETS, 261, stack))

@@ -12,6 +12,7 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.kernels.choice import launches_seen_by
 from megatron_moe.model.build import build_model
 from megatron_moe.moe import grouped_gemm_fp8 as fp8
+from megatron_moe.moe import experts
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.grouped_gemm import TorchProduct
 from megatron_moe.parallel import groups
@@ -222,6 +223,33 @@ def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format):
     kernels: Any = (TorchProduct(None),) * 2 if fp8_format is None else fp8.fp8_products(fp8_format)
     assert experts and all((one.gate_up_linear, one.grouped_linear) == kernels for one in experts)
     assert fp8_format is None or isinstance(kernels[0], fp8.Fp8Product)
+
+
+@pytest.mark.parametrize(("fp8_format", "fused"), [("e4m3", True), ("hybrid", False)])
+def test_experts_of_our_kernels_have_the_bits_of_their_parts(fp8_format, fused, monkeypatch):
+    monkeypatch.setitem(env_vars.chosen, env_vars.KERNELS, "triton")
+    gate_up, down = products = fp8.fp8_products(fp8_format, "triton", fused)
+    offsets, grad = torch.tensor(COUNTS).cumsum(0).to(torch.int32), randn(sum(COUNTS), 32, seed=7).bfloat16()
+    found: list[list[Any]] = []
+    for together in (True, False):
+        rows, probs = randn(sum(COUNTS), 32, seed=3).bfloat16(), torch.rand(sum(COUNTS)) * 0 + 0.3
+        weights = [0.1 * randn(3, *shape, seed=4).bfloat16() for shape in ((2, 24, 32), (32, 24))]
+        leaves = [one.requires_grad_() for one in (rows, probs, *weights)]
+        for weight in weights:
+            weight.main_grad = randn(*weight.shape, seed=6)
+        if together:
+            result = fp8.experts_by_triton(*leaves, offsets, products, experts._keeping)
+        else:
+            hidden = experts.weighted_swiglu(gate_up(rows, weights[0], offsets), probs)
+            result = down(hidden, weights[1], offsets)
+        result.backward(grad)
+        sums = [weight.main_grad if fused else weight.grad for weight in weights]
+        found.append([probs.grad, result.detach(), rows.grad, *sums])
+    assert torch.allclose(found[0].pop(0), found[1].pop(0), rtol=1e-4)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    nothing = [one[:0].detach().requires_grad_() for one in leaves[:2]]
+    fp8.experts_by_triton(*nothing, *weights, offsets * 0, products, experts._keeping).sum().backward()
+    assert nothing[0].grad.shape == (0, 32)
 
 
 # ---- which form computes
