@@ -11,8 +11,8 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.kernels.choice import launches_seen_by
 from megatron_moe.model.build import build_model
-from megatron_moe.moe import grouped_gemm_fp8 as fp8
 from megatron_moe.moe import experts
+from megatron_moe.moe import grouped_gemm_fp8 as fp8
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.grouped_gemm import TorchProduct
 from megatron_moe.parallel import groups
