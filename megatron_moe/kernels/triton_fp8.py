@@ -64,6 +64,11 @@ def _tile_of(offsets, tile, experts, EXPERTS: tl.constexpr):
 
 
 @triton.jit
+def _read(rows, row, column, stride, own):
+    return tl.load(rows + row.to(tl.int64)[:, None] * stride + column[None, :], mask=own, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _write_rows(exact, numbers, scales, row, end, block, blocks, height, largest, smallest):
     """Cut one of the blocks of 128 columns into tiles of 1 x 128; rows are written up to `end`."""
     scale = _scale_of(tl.max(_magnitudes(exact), axis=1), largest, smallest)
@@ -114,8 +119,8 @@ def _cut_blocks(
 
 @triton.jit(do_not_specialize=["height"])
 def _cut_columns(
-    values, numbers, scales, turned, turned_scales, offsets, height, width, parts, across, experts, places,
-    largest, smallest, EXPERTS: tl.constexpr, ROWS: tl.constexpr
+    values, source, numbers, scales, turned, turned_scales, offsets, height, width, stride, parts, across, experts,
+    places, largest, smallest, EXPERTS: tl.constexpr, ROWS: tl.constexpr, GATHERED: tl.constexpr
 ):  # fmt: skip
     tile, block = tl.program_id(0), tl.program_id(1)
     _, first, end = _tile_of(offsets, tile, experts, EXPERTS)
@@ -123,8 +128,10 @@ def _cut_columns(
         inside, depth = tl.arange(0, _TILE), parts * width
         row, column = first + inside, block % across * _TILE + inside
         own, column = column < width, block // across * width + column
-        place = row.to(tl.int64)[:, None] * depth + column[None, :]
-        exact = tl.load(values + place, mask=(row < end)[:, None] & own[None, :], other=0.0).to(tl.float32)
+        place = row
+        if GATHERED:
+            place = tl.load(source + row, mask=row < end, other=0)
+        exact = _read(values, place, column, stride, (row < end)[:, None] & own[None, :])
         if ROWS:
             _write_rows(exact, numbers, scales, row, end, block, parts * across, height, largest, smallest)
         scale = _scale_of(tl.max(_magnitudes(exact), axis=0), largest, smallest)
@@ -132,14 +139,26 @@ def _cut_columns(
         _write_columns(exact, scale, turned, tile * _TILE + inside, column, own, places)
 
 
+@triton.jit(do_not_specialize=["height", "num_rows"])
+def _cut_copies(
+    values, weights, slots, numbers, scales, copy_weights, height, num_rows, width, stride, weight_stride, across,
+    largest, smallest, COPIES: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    row, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    column, here = block * _TILE + tl.arange(0, _TILE), row < height
+    exact = _read(values, row, column, stride, here[:, None] & (column < width)[None, :])
+    for copy in tl.static_range(COPIES):
+        choice = row.to(tl.int64) * COPIES + copy
+        slot = tl.load(slots + choice, mask=here, other=num_rows)
+        _write_rows(exact, numbers, scales, slot, num_rows, block, across, num_rows, largest, smallest)
+        if block == 0:
+            weight = tl.load(weights + choice * weight_stride, mask=here)
+            tl.store(copy_weights + slot, weight, mask=slot < num_rows)
+
+
 # ---- Numbers in tiles, of the activation between two products.
 #
 # They are rounded to the rows' dtype first, as where the activation alone writes them.
-
-
-@triton.jit
-def _read(rows, row, column, width, own):
-    return tl.load(rows + row.to(tl.int64)[:, None] * width + column[None, :], mask=own, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -266,14 +285,20 @@ def tiles_of_rows(num_rows: int, experts: int) -> int:
     return num_rows // TILE + experts
 
 
-def cut_columns(values: Tensor, offsets: Tensor, dtype: torch.dtype, with_rows: bool = False) -> list[Cut]:
+def cut_columns(
+    values: Tensor, offsets: Tensor, dtype: torch.dtype, with_rows: bool = False, source: Tensor | None = None
+) -> list[Cut]:
     """Return numbers and scales of values [R, P, N] in tiles of 128 rows of one expert.
+
+    Args:
+        source: [R], the rows among values [T, P, N] that are cut.
 
     Returns:
         numbers [P x N, places] and scales [places / 128, P x N], each expert's rows from a whole tile on; `with_rows`:
         also what `cut_rows` returns, from values that are read once.
     """
-    (height, parts, width), experts = values.shape, offsets.shape[0]
+    (_, parts, width), experts = values.shape, offsets.shape[0]
+    height = values.shape[0] if source is None else source.shape[0]
     across, tiles = blocks_of(width, TILE), tiles_of_rows(height, experts)
     turned = _room(values, (parts * width, tiles * TILE), dtype)
     turned_scales = values.new_empty((tiles, parts * width), dtype=torch.float32)
@@ -281,12 +306,32 @@ def cut_columns(values: Tensor, offsets: Tensor, dtype: torch.dtype, with_rows: 
     if with_rows:
         numbers = _room(values, (height, parts, across * TILE), dtype)
         scales = values.new_empty((parts * across, height), dtype=torch.float32)
-    operands = (values.contiguous(), numbers, scales, turned, turned_scales, offsets)
-    sizes = (height, width, parts, across, experts, tiles * TILE, *_limits(dtype))
-    constants = {"EXPERTS": power_of_2(experts), "ROWS": with_rows, "num_warps": 16}
+    values = values if values.stride()[1:] == (width, 1) else values.contiguous()
+    operands = (values, offsets if source is None else source, numbers, scales, turned, turned_scales, offsets)
+    sizes = (height, width, values.stride(0), parts, across, experts, tiles * TILE, *_limits(dtype))
+    constants = {"EXPERTS": power_of_2(experts), "ROWS": with_rows, "GATHERED": source is not None, "num_warps": 16}
     launch(_cut_columns, (tiles, parts * across), *operands, *sizes, **constants)
     columns = turned.to(dtype), turned_scales
     return [columns, (numbers.to(dtype), scales)] if with_rows else [columns]
+
+
+def cut_copies(values: Tensor, weights: Tensor, slots: Tensor, num_rows: int) -> tuple[Cut, Tensor]:
+    """Return copies of rows, as `cut_rows` cuts them to e4m3, and of their weights.
+
+    Args:
+        values: [T, N]; rows may be apart. weights: [T x C].
+        slots: [T, C], where each copy is among `num_rows`; `num_rows` for one that is not.
+    """
+    (height, width), dtype = values.shape, torch.float8_e4m3fn
+    across = blocks_of(width, TILE)
+    numbers = _room(values, (num_rows, 1, across * TILE), dtype)
+    scales = values.new_empty((across, num_rows), dtype=torch.float32)
+    values, copy_weights = values if values.stride(1) == 1 else values.contiguous(), weights.new_empty(num_rows)
+    sizes = (height, num_rows, width, values.stride(0), weights.stride(0), across, *_limits(dtype))
+    operands = (values, weights, slots, numbers, scales, copy_weights)
+    constants = {"COPIES": slots.shape[1], "ROWS": 32, "num_warps": 4}
+    launch(_cut_copies, (blocks_of(height, 32), across), *operands, *sizes, **constants)
+    return (numbers.to(dtype), scales), copy_weights
 
 
 def cut_activated(gate_up: Tensor, probs: Tensor) -> Cut:

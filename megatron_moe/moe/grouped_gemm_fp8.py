@@ -42,6 +42,7 @@ from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.kernels.choice import has_kernel, takes_kernels, why_no_triton
 from megatron_moe.moe.grouped_gemm import TransformerEngineProduct, main_grad_of, no_gradient
+from megatron_moe.moe.rows import Unpacked, WeightedCopies, add_up_rows
 from megatron_moe.platform import env_vars, hardware
 from megatron_moe.platform.numerics import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext
@@ -481,10 +482,37 @@ class Fp8Product:
         return self(rows, weight, offsets).unflatten(0, x.shape[:-1])
 
 
-class _ExpertsByTriton(torch.autograd.Function):
-    """Both products of experts, and the activation between them, of which nothing is written in the rows' dtype.
+class _Given:
+    """What experts are given: rows in their order, or rows and a step that copies them, see `ExpertInput`."""
 
-    The rows and the first product's results are kept. The activation's result is computed and cut again.
+    def __init__(self, rows: Tensor, probs: Tensor, copies: WeightedCopies | Unpacked | None) -> None:
+        self.copies, self.rows, self.probs, self.num_rows = copies, rows, probs, rows.shape[0]
+        self.source: Tensor | None = None
+        if copies is not None:
+            self.rows, self.probs, _, self.source, self.slots = copies.operands(rows, probs)
+            self.num_rows = self.source.shape[0]
+
+    def cut(self, kernels: Any) -> tuple[Any, Tensor]:
+        """Return tiles of the experts' rows, and the weight of each."""
+        if self.copies is None:
+            return kernels.cut_rows(self.rows.unsqueeze(1), E4M3), self.probs
+        return kernels.cut_copies(self.rows, self.probs, self.slots, self.num_rows)
+
+    def results(self, results: Tensor) -> Tensor:
+        """Return the results, those of each row's copies added up."""
+        if self.copies is None:
+            return results
+        return add_up_rows(results, None, self.slots, self.copies.partial, results.shape[1])[0]
+
+    def grads(self, grad_rows: Tensor, grad_probs: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of what was given: one that is packed has both."""
+        return (grad_rows, grad_probs) if self.copies is None else self.copies.backward(grad_rows, grad_probs)
+
+
+class _ExpertsByTriton(torch.autograd.Function):
+    """Experts whose rows, activation and gradients are cut where they are made, not written in the model's dtype first.
+
+    What rows are copied from is kept, and the first product's results. The activation's result is computed again.
     """
 
     @staticmethod
@@ -496,42 +524,45 @@ class _ExpertsByTriton(torch.autograd.Function):
         weight1: Tensor,
         weight2: Tensor,
         offsets: Tensor,
+        copies: WeightedCopies | Unpacked | None,
         products: tuple[Fp8Product, Fp8Product],
         activate_into: Callable[..., Tensor],
     ) -> Tensor:
-        ctx.products, ctx.parameters = products, (weight1, weight2)
-        if rows.shape[0] == 0:
-            ctx.save_for_backward(rows, probs, weight1, weight2, offsets, rows)
-            return torch.zeros_like(rows)
         gate_up, down = products
-        first, second = (_ByTriton(offsets, rows.shape[0], weights) for weights in (weight1, weight2))
-        kept = first.results(rows, gate_up.matrices_of(weight1))
-        ctx.save_for_backward(rows, probs, weight1, weight2, offsets, kept)
+        given = _Given(rows, probs, copies)
+        ctx.copies, ctx.products, ctx.parameters = copies, products, (weight1, weight2)
+        if given.num_rows == 0:  # no token chose an expert of this rank
+            ctx.save_for_backward(rows, probs, weight1, weight2, offsets, None, None)
+            return torch.zeros_like(given.rows)
+        first, second = (_ByTriton(offsets, given.num_rows, parameter) for parameter in ctx.parameters)
+        cut, row_probs = given.cut(first.kernels)
+        kept = first.results_of(cut, gate_up.matrices_of(weight1), rows.dtype)
+        ctx.save_for_backward(rows, probs, weight1, weight2, offsets, kept, row_probs)
 
         def of_activated(cut: Any) -> Tensor:
             return second.results_of(cut, down.matrices_of(weight2), rows.dtype)
 
-        return activate_into(second.kernels.cut_activated, of_activated, kept, probs)
+        return given.results(activate_into(second.kernels.cut_activated, of_activated, kept, row_probs))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     @unaffected_by_autocast
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, probs, weight1, weight2, offsets, kept = ctx.saved_tensors
-        if rows.shape[0] == 0:
-            return *map(torch.zeros_like, (rows, probs, weight1, weight2)), None, None, None
-        gate_up, down = ctx.products
-        first, second = (_ByTriton(offsets, rows.shape[0], parameter) for parameter in ctx.parameters)
-        kernels, dtype = first.kernels, grad.dtype
-        columns, cut = kernels.cut_columns(grad.unsqueeze(1), offsets, down.gradients, with_rows=True)
-        grad_hidden = second.grad_rows_of(cut, down.matrices_of(weight2), dtype)
-        of_gate_up, hidden, grad_probs = kernels.cut_activation(grad_hidden, kept, probs, offsets, gate_up.gradients)
-        grad_weight2 = second.grad_weights(down, columns, hidden, weight2)
-        columns, cut = of_gate_up
-        (of_rows,) = kernels.cut_columns(rows.unsqueeze(1), offsets, E4M3)
-        grad_weight1 = first.grad_weights(gate_up, columns, of_rows, weight1)
-        grad_rows = first.grad_rows_of(cut, gate_up.matrices_of(weight1), dtype) if ctx.needs_input_grad[0] else None
-        return grad_rows, grad_probs, grad_weight1, grad_weight2, None, None, None
+        rows, probs, weight1, weight2, offsets, kept, row_probs = ctx.saved_tensors
+        if kept is None:
+            return *map(torch.zeros_like, (rows, probs, weight1, weight2)), None, None, None, None
+        (gate_up, down), given = ctx.products, _Given(rows, probs, ctx.copies)
+        first, second = (_ByTriton(offsets, given.num_rows, parameter) for parameter in ctx.parameters)
+        kernels, source = first.kernels, given.source
+        columns, cut = kernels.cut_columns(grad.unsqueeze(1), offsets, down.gradients, True, source)
+        slope = second.grad_rows_of(cut, down.matrices_of(weight2), grad.dtype)
+        (left, cut), right, grad_probs = kernels.cut_activation(slope, kept, row_probs, offsets, gate_up.gradients)
+        grad_weight2 = second.grad_weights(down, columns, right, weight2)
+        (right,) = kernels.cut_columns(given.rows.unsqueeze(1), offsets, E4M3, False, source)
+        grad_weight1 = first.grad_weights(gate_up, left, right, weight1)
+        grad_rows = first.grad_rows_of(cut, gate_up.matrices_of(weight1), grad.dtype)
+        of_rows, *of_probs = given.grads(grad_rows, grad_probs)
+        return of_rows, of_probs[0] if of_probs else None, grad_weight1, grad_weight2, None, None, None, None
 
 
 experts_by_triton: Callable[..., Tensor] = _ExpertsByTriton.apply

@@ -157,8 +157,8 @@ class MoELayer(DeepcopyKeepsGroups, MegatronModule):
         options = options or MoEOptions.from_engine_config(config)
         groups = moe_groups(pg_collection)
         self.router = TopKRouter(config, pg_collection, is_mtp_layer, options)
-        self.dispatcher = build_layer_dispatcher(options, groups)
         self.experts: LocalExperts = EXPERT_BACKENDS[options.backend](config, options, groups)
+        self.dispatcher = build_layer_dispatcher(options, groups, self.experts.copies_rows)
         self.shared_experts: SharedExperts | None = None
         if options.shared_ffn_hidden_size:
             linears = submodules or MoESubmodules()

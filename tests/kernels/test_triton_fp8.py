@@ -61,7 +61,15 @@ def test_tiles_have_the_bits_of_torchs_form(fused: Any, dtype: torch.dtype) -> N
     assert_same_bits(of_rows, numbers, scales.flatten(1).t())
     rows = rows[:, 0].contiguous()
     alone, both = fused.cut_columns(rows.unsqueeze(1), OFFSETS, dtype)[0], (both[0][:200], both[1][:, :200])
-    for columns, of_columns in (alone, both):
+    source = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    inverse, apart = source.argsort(), torch.zeros(len(rows), 208, dtype=rows.dtype)
+    apart[source, :200] = rows
+    gathered, of_rows = fused.cut_columns(apart[:, :200].unsqueeze(1), OFFSETS, dtype, True, source)
+    assert_same_bits(of_rows, *fused.cut_rows(rows.unsqueeze(1), dtype))
+    copies, weights = fused.cut_copies(apart[:, :200], source.float(), inverse.unsqueeze(1), len(rows))
+    assert_same_bits(copies, *fused.cut_rows(rows.unsqueeze(1), fp8.E4M3))
+    assert torch.equal(weights, source[source].float())
+    for columns, of_columns in (alone, both, gathered):
         assert columns.shape == (200, (sum(COUNTS) // 128 + len(COUNTS)) * 128)
         tile = 0  # each expert's rows begin at a tile, with zeros behind them
         for expert in rows.split(COUNTS):

@@ -1,13 +1,19 @@
 """Products in emulated FP8, in layers on several ranks and in a run: what they change, and what they leave."""
 
+import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.moe import grouped_gemm_fp8
+from megatron_moe.moe.dispatch import build_layer_dispatcher
+from megatron_moe.moe.experts import GroupedExperts, GroupedExpertsFp8
 from megatron_moe.parallel import groups
+from megatron_moe.platform import env_vars
 from tests.helpers.moe_cases import build_layer, engine_config, random_case, tokens_and_padding
 from tests.helpers.rows import rows
 from tests.numbers.reference_moe import Routing
@@ -71,6 +77,47 @@ def test_experts_on_several_ranks_round_the_same_tiles(once, layout):
             assert 1e-2 * size < (alone[name] - plain[name]).norm() < 0.15 * size, name  # which FP8 does to them
             apart = (found[name] - alone[name]).norm()
             assert 5e-3 * size < apart < 0.15 * size if layout == "ETP2, narrow" else apart < 5e-3 * size, name
+
+
+def passes_by_triton(layout: dict[str, Any], changes: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
+    """A layer's results by our kernels, and by their parts, which write the rows in bf16 that others cut."""
+    case, found = {**CASE, "fp8_format": "hybrid", **changes}, list[dict[str, torch.Tensor]]()
+    case["routing"] = dataclasses.replace(case["routing"], capacity_factor=changes.get("capacity"))
+    triton = mock.patch.dict(env_vars.chosen, {env_vars.KERNELS: "triton"})
+    with triton, mock.patch.object(grouped_gemm_fp8, "fp8_form", lambda: "triton"):
+        layer, pg = build_layer(case, layout)
+        layer.to(torch.bfloat16)
+        hidden = tokens_and_padding(case, 2, SEQUENCES)[0].bfloat16().chunk(pg.dp.size(), dim=1)[pg.dp.rank()]
+        for kind in (GroupedExpertsFp8, GroupedExperts):
+            layer.experts.__class__ = kind
+            copy = kind.copies_rows
+            layer.dispatcher = build_layer_dispatcher(layer.experts.options, layer.experts.groups, copy)
+            layer.zero_grad(set_to_none=True)
+            mine = hidden.clone().requires_grad_()
+            output, _ = layer(mine)
+            (output * torch.linspace(0.5, 1.5, output.shape[-1])).sum().backward()
+            bits = {name: weight.grad for name, weight in layer.experts.named_parameters()}
+            bits |= {"output": output.detach(), "dispatcher": type(layer.dispatcher).__name__}
+            found.append({**bits, "gradient": mine.grad, "router": layer.router.weight.grad})
+    return found
+
+
+BY_TRITON: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "EP1": ({}, {}),
+    "EP1, capacity": ({}, {"capacity": 0.75}),
+    "EP1, padded": ({}, {"capacity": 0.75, "pad": True}),
+    "EP2": (EP2, {}),
+}
+
+
+@pytest.mark.parametrize("name", rows(BY_TRITON, test=["EP1, capacity", "EP2"]))
+def test_rows_that_are_cut_where_they_are_copied_have_the_same_bits(gloo, name):
+    layout, changes = BY_TRITON[name]
+    for found, wanted in gloo.run(2 if layout else 1, passes_by_triton, layout=layout, changes=changes):
+        assert (found.pop("dispatcher") == wanted.pop("dispatcher")) == (name == "EP1, padded")
+        for part in ("gradient", "router"):  # the weights' gradients are added up in another order
+            assert torch.allclose(found.pop(part), wanted[part], rtol=2e-2, atol=1e-2 * float(wanted[part].abs().max()))
+        assert len(found) == 3 and all(torch.equal(one, wanted[part]) and one.any() for part, one in found.items())
 
 
 WIDTH, INNER = 256, 256
