@@ -84,10 +84,10 @@ def launched(architecture: int) -> dict[str, tuple[Any, tuple[Any, ...], dict[st
             e4m3, rows = torch.float8_e4m3fn, bf16(32768, 7168)
             matrices = fused.cut_matrices(bf16(32, 2, 2048, 7168))
             fused.multiply(fused.cut_rows(rows.unsqueeze(1), e4m3), matrices, ends, (2, 2048), torch.bfloat16)
-            left, _ = fused.cut_columns(bf16(32768, 2, 2048), ends, e4m3, with_rows=True)
+            fused.cut_copies(rows[:4096], fp32(32768), tables[-1], 32768)
+            right, _ = fused.cut_columns(rows[:4096].unsqueeze(1), ends, e4m3, True, tables[1])
             fused.cut_activated(bf16(32768, 4096), fp32(32768))
-            fused.cut_activation(bf16(32768, 2048), bf16(32768, 4096), fp32(32768), ends, e4m3)
-            (right,) = fused.cut_columns(rows.unsqueeze(1), ends, e4m3)
+            (left, _), *_ = fused.cut_activation(bf16(32768, 2048), bf16(32768, 4096), fp32(32768), ends, e4m3)
             fused.multiply_columns(left, right, ends, fp32(32, 4096, 7168), True)
     return found
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.moe import grouped_gemm_fp8 as fp8
+from tests.helpers import tiles_where_made
 from tests.kernels.compiled_kernels import all_kernels
 
 COUNTS = [130, 0, 3, 128]
@@ -61,15 +62,7 @@ def test_tiles_have_the_bits_of_torchs_form(fused: Any, dtype: torch.dtype) -> N
     assert_same_bits(of_rows, numbers, scales.flatten(1).t())
     rows = rows[:, 0].contiguous()
     alone, both = fused.cut_columns(rows.unsqueeze(1), OFFSETS, dtype)[0], (both[0][:200], both[1][:, :200])
-    source = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    inverse, apart = source.argsort(), torch.zeros(len(rows), 208, dtype=rows.dtype)
-    apart[source, :200] = rows
-    gathered, of_rows = fused.cut_columns(apart[:, :200].unsqueeze(1), OFFSETS, dtype, True, source)
-    assert_same_bits(of_rows, *fused.cut_rows(rows.unsqueeze(1), dtype))
-    copies, weights = fused.cut_copies(apart[:, :200], source.float(), inverse.unsqueeze(1), len(rows))
-    assert_same_bits(copies, *fused.cut_rows(rows.unsqueeze(1), fp8.E4M3))
-    assert torch.equal(weights, source[source].float())
-    for columns, of_columns in (alone, both, gathered):
+    for columns, of_columns in (alone, both):
         assert columns.shape == (200, (sum(COUNTS) // 128 + len(COUNTS)) * 128)
         tile = 0  # each expert's rows begin at a tile, with zeros behind them
         for expert in rows.split(COUNTS):
@@ -79,20 +72,9 @@ def test_tiles_have_the_bits_of_torchs_form(fused: Any, dtype: torch.dtype) -> N
             tile = end
 
 
-def test_an_activation_is_cut_as_if_it_had_been_written(fused: Any) -> None:
-    offsets = torch.tensor([130, 130, 133]).int()
-    gate_up, grad = values(133, 400), values(133, 200)
-    probs = torch.rand(133, generator=torch.Generator().manual_seed(0))
-    probs[9], probs[131] = float("inf"), float("nan")
-    written = fused.weighted_swiglu_forward(gate_up, probs).unsqueeze(1)
-    slope, exact = fused.weighted_swiglu_backward(grad, gate_up, probs)
-    assert_same_bits(fused.cut_activated(gate_up, probs), *fused.cut_rows(written, fp8.E4M3))
-    (columns, of_rows), result, grad_probs = fused.cut_activation(grad, gate_up, probs, offsets, fp8.E5M2)
-    wanted, rows = fused.cut_columns(slope.unflatten(1, (2, -1)), offsets, fp8.E5M2, with_rows=True)
-    assert_same_bits(of_rows, *rows)
-    for one, other in ((columns, wanted), (result, *fused.cut_columns(written, offsets, fp8.E4M3))):
-        assert_same_bits((one[0][:, :384], one[1][:3]), other[0][:, :384], other[1][:3])  # of tiles with rows
-    assert torch.allclose(grad_probs, exact, rtol=1e-5, equal_nan=True)
+def test_what_is_cut_where_it_is_made_has_the_bits_of_what_is_written_first() -> None:
+    pairs = tiles_where_made.pairs(values(133, 400), torch.tensor([130, 130, 133]).int(), fp8.E5M2)
+    assert len(pairs[0]) == len(pairs[1]) == 7 and tiles_where_made.differ(*pairs) == []
 
 
 def test_what_is_not_finite_spoils_its_own_rows_and_columns_alone(fused: Any) -> None:

@@ -11,7 +11,6 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.kernels.choice import launches_seen_by
 from megatron_moe.model.build import build_model
-from megatron_moe.moe import experts
 from megatron_moe.moe import grouped_gemm_fp8 as fp8
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.grouped_gemm import TorchProduct
@@ -223,28 +222,6 @@ def test_the_flag_chooses_the_kernels_of_the_routed_experts(fp8_format):
     kernels: Any = (TorchProduct(None),) * 2 if fp8_format is None else fp8.fp8_products(fp8_format)
     assert experts and all((one.gate_up_linear, one.grouped_linear) == kernels for one in experts)
     assert fp8_format is None or isinstance(kernels[0], fp8.Fp8Product)
-
-
-def test_experts_by_triton_add_gradients_to_fp32_sums_and_may_have_no_rows():
-    offsets, alone = torch.tensor(COUNTS).cumsum(0).to(torch.int32), []
-    leaves = [
-        randn(sum(COUNTS), 32, seed=3),
-        torch.rand(sum(COUNTS)),
-        randn(3, 2, 24, 32, seed=4),
-        randn(3, 32, 24, seed=5),
-    ]
-    weights = [one.requires_grad_() for one in leaves][2:]
-    for fused in (False, True):
-        how = offsets, None, fp8.fp8_products("e4m3", "triton", fused), experts._keeping
-        fp8.experts_by_triton(*leaves, *how).backward(randn(sum(COUNTS), 32, seed=6))
-        for weight in weights:
-            alone.append(weight.grad)
-            weight.grad, weight.main_grad = None, getattr(weight, "main_grad", torch.ones(weight.shape))
-    assert all(torch.equal(weight.main_grad, 1 + one) for weight, one in zip(weights, alone))
-    assert alone[2].is_sparse and alone[3].is_sparse
-    nothing = [one[:0].detach().requires_grad_() for one in leaves[:2]]
-    fp8.experts_by_triton(*nothing, *weights, 0 * offsets, *how[1:]).sum().backward()
-    assert [one.grad.shape for one in nothing] == [(0, 32), (0,)] and not weights[0].grad.any()
 
 
 # ---- which form computes
