@@ -101,7 +101,8 @@ def passes_by_triton(layout: dict[str, Any], changes: dict[str, Any]) -> list[di
             for weight in experts.parameters():
                 weight.main_grad = torch.ones(weight.shape)
             found.append(results_of(layer, hidden) | {"router": layer.router.weight.grad, "counts": torch.empty(0)})
-            if fused:
+            if fused:  # and nothing is handed on
+                assert all(weight.grad.is_sparse or not weight.grad.any() for weight in experts.parameters())
                 found[-1] |= {name: weight.main_grad for name, weight in experts.named_parameters()}
     return found
 
