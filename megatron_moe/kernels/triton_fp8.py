@@ -12,7 +12,6 @@ the kernels write quotients in fp32, which torch rounds, and multiply FP8 number
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_moe.kernels.choice import blocks_of, launch, power_of_2
-from megatron_moe.kernels.triton_activation import swiglu, swiglu_gradients
 from megatron_moe.platform import hardware
 
 TILE = 128
@@ -37,7 +35,7 @@ Cut = tuple[Tensor, Tensor]
 
 
 @triton.jit
-def _scale_of(magnitudes, largest, smallest):
+def scale_of(magnitudes, largest, smallest):
     return tl.maximum(tl.div_rn(magnitudes.to(tl.float32, bitcast=True), largest), smallest, propagate_nan=_NAN)
 
 
@@ -45,13 +43,13 @@ _NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _magnitudes(values):
+def magnitudes_of(values):
     """Return bits that are ordered as the magnitudes are, a NaN above all others."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def _tile_of(offsets, tile, experts, EXPERTS: tl.constexpr):
+def tile_of(offsets, tile, experts, EXPERTS: tl.constexpr):
     """Return the expert of a tile of rows, the tile's first row, and the expert's end: 0 for a tile beyond the last."""
     expert = tl.arange(0, EXPERTS)
     ends = tl.load(offsets + expert, mask=expert < experts, other=0)
@@ -64,14 +62,15 @@ def _tile_of(offsets, tile, experts, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def _read(rows, row, column, stride, own):
+def read_rows(rows, row, column, stride, own):
+    """Return numbers in fp32, with zeros where they are not `own`."""
     return tl.load(rows + row.to(tl.int64)[:, None] * stride + column[None, :], mask=own, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _write_rows(exact, numbers, scales, row, end, block, blocks, height, largest, smallest):
+def write_rows(exact, numbers, scales, row, end, block, blocks, height, largest, smallest):
     """Cut one of the blocks of 128 columns into tiles of 1 x 128; rows are written up to `end`."""
-    scale = _scale_of(tl.max(_magnitudes(exact), axis=1), largest, smallest)
+    scale = scale_of(tl.max(magnitudes_of(exact), axis=1), largest, smallest)
     found = tl.div_rn(exact, tl.broadcast_to(scale[:, None], exact.shape)).to(numbers.dtype.element_ty)
     place = row.to(tl.int64)[:, None] * (blocks * _TILE) + (block * _TILE + tl.arange(0, _TILE))[None, :]
     tl.store(numbers + place, found, mask=(row < end)[:, None])
@@ -79,7 +78,7 @@ def _write_rows(exact, numbers, scales, row, end, block, blocks, height, largest
 
 
 @triton.jit
-def _write_columns(exact, scale, turned, place, column, own, places):
+def write_columns(exact, scale, turned, place, column, own, places):
     """Write numbers over their column's scale, turned: columns that are `own`, and rows at a place among `places`."""
     found = tl.div_rn(exact, tl.broadcast_to(scale[None, :], exact.shape)).to(turned.dtype.element_ty)
     tl.store(turned + column.to(tl.int64)[None, :] * places + place[:, None], found, mask=own[None, :])
@@ -91,7 +90,7 @@ def _cut_rows(values, numbers, scales, height, width, parts, across, largest, sm
     column = block % across * _TILE + tl.arange(0, _TILE)
     place = (row.to(tl.int64) * parts + block // across)[:, None] * width + column[None, :]
     exact = tl.load(values + place, mask=(row < height)[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
-    _write_rows(exact, numbers, scales, row, height, block, parts * across, height, largest, smallest)
+    write_rows(exact, numbers, scales, row, height, block, parts * across, height, largest, smallest)
 
 
 @triton.jit
@@ -102,7 +101,7 @@ def _cut_blocks(
     row, column = high * _TILE + tl.arange(0, _TILE), wide * _TILE + tl.arange(0, _TILE)
     place = (matrix.to(tl.int64) * height + row)[:, None] * width + column[None, :]
     exact = tl.load(values + place, mask=(row < height)[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.max(_magnitudes(exact), axis=1), axis=0), largest, smallest)
+    scale = scale_of(tl.max(tl.max(magnitudes_of(exact), axis=1), axis=0), largest, smallest)
     found = tl.div_rn(exact, tl.broadcast_to(scale, exact.shape)).to(numbers.dtype.element_ty)
     if TURNED:  # an expert's matrices, one below the other, with rows for columns
         block, deep = (matrix // parts).to(tl.int64) * across + wide, parts * down
@@ -123,7 +122,7 @@ def _cut_columns(
     places, largest, smallest, EXPERTS: tl.constexpr, ROWS: tl.constexpr, GATHERED: tl.constexpr
 ):  # fmt: skip
     tile, block = tl.program_id(0), tl.program_id(1)
-    _, first, end = _tile_of(offsets, tile, experts, EXPERTS)
+    _, first, end = tile_of(offsets, tile, experts, EXPERTS)
     if first < end:
         inside, depth = tl.arange(0, _TILE), parts * width
         row, column = first + inside, block % across * _TILE + inside
@@ -131,12 +130,12 @@ def _cut_columns(
         place = row
         if GATHERED:
             place = tl.load(source + row, mask=row < end, other=0)
-        exact = _read(values, place, column, stride, (row < end)[:, None] & own[None, :])
+        exact = read_rows(values, place, column, stride, (row < end)[:, None] & own[None, :])
         if ROWS:
-            _write_rows(exact, numbers, scales, row, end, block, parts * across, height, largest, smallest)
-        scale = _scale_of(tl.max(_magnitudes(exact), axis=0), largest, smallest)
+            write_rows(exact, numbers, scales, row, end, block, parts * across, height, largest, smallest)
+        scale = scale_of(tl.max(magnitudes_of(exact), axis=0), largest, smallest)
         tl.store(turned_scales + tile.to(tl.int64) * depth + column, scale, mask=own)
-        _write_columns(exact, scale, turned, tile * _TILE + inside, column, own, places)
+        write_columns(exact, scale, turned, tile * _TILE + inside, column, own, places)
 
 
 @triton.jit(do_not_specialize=["height", "num_rows"])
@@ -146,96 +145,25 @@ def _cut_copies(
 ):  # fmt: skip
     row, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     column, here = block * _TILE + tl.arange(0, _TILE), row < height
-    exact = _read(values, row, column, stride, here[:, None] & (column < width)[None, :])
+    exact = read_rows(values, row, column, stride, here[:, None] & (column < width)[None, :])
     for copy in tl.static_range(COPIES):
         choice = row.to(tl.int64) * COPIES + copy
         slot = tl.load(slots + choice, mask=here, other=num_rows)
-        _write_rows(exact, numbers, scales, slot, num_rows, block, across, num_rows, largest, smallest)
+        write_rows(exact, numbers, scales, slot, num_rows, block, across, num_rows, largest, smallest)
         if block == 0:
             weight = tl.load(weights + choice * weight_stride, mask=here)
             tl.store(copy_weights + slot, weight, mask=slot < num_rows)
-
-
-# ---- Numbers in tiles, of the activation between two products.
-#
-# They are rounded to the rows' dtype first, as where the activation alone writes them.
-
-
-@triton.jit
-def _as_written(value, rows, own):
-    """Return what would be read again, and zeros where nothing is: a weight that is not finite would make NaN of it."""
-    return tl.where(own, value.to(rows.dtype.element_ty).to(tl.float32), 0.0)
-
-
-@triton.jit(do_not_specialize=["height"])
-def _cut_activated(gate_up, probs, numbers, scales, height, width, across, largest, smallest, ROWS: tl.constexpr):
-    row, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    column = block * _TILE + tl.arange(0, _TILE)
-    own = (row < height)[:, None] & (column < width)[None, :]
-    gate, up = _read(gate_up, row, column, 2 * width, own), _read(gate_up + width, row, column, 2 * width, own)
-    prob = tl.load(probs + row, mask=row < height, other=0.0)[:, None]
-    exact = _as_written(swiglu(gate, up, prob), gate_up, own)
-    _write_rows(exact, numbers, scales, row, height, block, across, height, largest, smallest)
-
-
-@triton.jit
-def _activated(grad, gate_up, probs, row, end, column, width):
-    """Return the activation's result, and the gradients of gate, up and weight, of rows up to `end`."""
-    own = (row < end)[:, None] & (column < width)[None, :]
-    gate, up = _read(gate_up, row, column, 2 * width, own), _read(gate_up + width, row, column, 2 * width, own)
-    prob = tl.load(probs + row, mask=row < end, other=0.0)[:, None]
-    of_gate, of_up, of_prob = swiglu_gradients(_read(grad, row, column, width, own), gate, up, prob)
-    hidden, of_gate = _as_written(swiglu(gate, up, prob), gate_up, own), _as_written(of_gate, gate_up, own)
-    return hidden, of_gate, _as_written(of_up, gate_up, own), tl.sum(of_prob, axis=1)
-
-
-@triton.jit(do_not_specialize=["height"])
-def _cut_activation(
-    grad, gate_up, probs, offsets, grad_probs, numbers, scales, turned, turned_scales, hidden, hidden_scales,
-    height, width, across, experts, places, largest, largest_hidden, smallest,
-    EXPERTS: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    tile, block = tl.program_id(0), tl.program_id(1)
-    _expert, first, end = _tile_of(offsets, tile, experts, EXPERTS)
-    if first < end:
-        column = block * _TILE + tl.arange(0, _TILE)
-        own, blocks = column < width, 2 * across
-        # The registers do not hold a tile's rows. They are computed for the scales of columns, and, from what is in the
-        # cache, once more for the columns.
-        most = tl.zeros((_TILE,), dtype=tl.int32)
-        most_gate, most_up = most, most
-        for start in range(0, _TILE, ROWS):
-            row = first + start + tl.arange(0, ROWS)
-            exact, of_gate, of_up, of_prob = _activated(grad, gate_up, probs, row, end, column, width)
-            tl.store(grad_probs + block.to(tl.int64) * height + row, of_prob, mask=row < end)
-            _write_rows(of_gate, numbers, scales, row, end, block, blocks, height, largest, smallest)
-            _write_rows(of_up, numbers, scales, row, end, across + block, blocks, height, largest, smallest)
-            most = tl.maximum(most, tl.max(_magnitudes(exact), axis=0))
-            most_gate = tl.maximum(most_gate, tl.max(_magnitudes(of_gate), axis=0))
-            most_up = tl.maximum(most_up, tl.max(_magnitudes(of_up), axis=0))
-        scale, scale_gate = _scale_of(most, largest_hidden, smallest), _scale_of(most_gate, largest, smallest)
-        scale_up = _scale_of(most_up, largest, smallest)
-        place = tile.to(tl.int64) * width + column
-        tl.store(hidden_scales + place, scale, mask=own)
-        tl.store(turned_scales + tile.to(tl.int64) * width + place, scale_gate, mask=own)
-        tl.store(turned_scales + (tile.to(tl.int64) + 1) * width + place, scale_up, mask=own)
-        for start in range(0, _TILE, ROWS):
-            inside = start + tl.arange(0, ROWS)
-            exact, of_gate, of_up, of_prob = _activated(grad, gate_up, probs, first + inside, end, column, width)
-            _write_columns(exact, scale, hidden, tile * _TILE + inside, column, own, places)
-            _write_columns(of_gate, scale_gate, turned, tile * _TILE + inside, column, own, places)
-            _write_columns(of_up, scale_up, turned, tile * _TILE + inside, width + column, own, places)
 
 
 def _interpreted(numbers: Tensor) -> bool:
     return not isinstance(_multiply, triton.JITFunction) and not numbers.is_meta
 
 
-def _room(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def room_for(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32 if _interpreted(like) else dtype)
 
 
-def _limits(dtype: torch.dtype) -> tuple[float, float]:
+def limits_of(dtype: torch.dtype) -> tuple[float, float]:
     return torch.finfo(dtype).max, torch.finfo(torch.float32).tiny
 
 
@@ -256,9 +184,9 @@ def cut_rows(values: Tensor, dtype: torch.dtype) -> Cut:
     """Return numbers [R, P, N'] and scales [P x N' / 128, R] of values [R, P, N], in tiles of 1 x 128."""
     height, parts, width = values.shape
     across = blocks_of(width, TILE)
-    numbers = _room(values, (height, parts, across * TILE), dtype)
+    numbers = room_for(values, (height, parts, across * TILE), dtype)
     scales = values.new_empty((parts * across, height), dtype=torch.float32)
-    sizes = (height, width, parts, across, *_limits(dtype))
+    sizes = (height, width, parts, across, *limits_of(dtype))
     grid = (blocks_of(height, 32), parts * across)
     launch(_cut_rows, grid, values.contiguous(), numbers, scales, *sizes, ROWS=32, num_warps=4)
     return numbers.to(dtype), scales
@@ -272,9 +200,9 @@ def cut_matrices(values: Tensor, turned: bool = False) -> Cut:
     experts, parts, height, width = values.shape
     down, across = blocks_of(height, TILE), blocks_of(width, TILE)
     blocks = (experts, across, parts * down) if turned else (experts, parts, down, across)
-    numbers = _room(values, (*blocks[:-2], blocks[-2] * TILE, blocks[-1] * TILE), torch.float8_e4m3fn)
+    numbers = room_for(values, (*blocks[:-2], blocks[-2] * TILE, blocks[-1] * TILE), torch.float8_e4m3fn)
     scales = values.new_empty(blocks, dtype=torch.float32)
-    sizes = (parts, height, width, down, across, *_limits(torch.float8_e4m3fn))
+    sizes = (parts, height, width, down, across, *limits_of(torch.float8_e4m3fn))
     operands = (values.contiguous(), numbers, scales)
     launch(_cut_blocks, (down * across, experts * parts), *operands, *sizes, TURNED=turned, num_warps=8)
     return numbers.to(torch.float8_e4m3fn), scales
@@ -300,15 +228,15 @@ def cut_columns(
     (_, parts, width), experts = values.shape, offsets.shape[0]
     height = values.shape[0] if source is None else source.shape[0]
     across, tiles = blocks_of(width, TILE), tiles_of_rows(height, experts)
-    turned = _room(values, (parts * width, tiles * TILE), dtype)
+    turned = room_for(values, (parts * width, tiles * TILE), dtype)
     turned_scales = values.new_empty((tiles, parts * width), dtype=torch.float32)
     numbers, scales = turned, turned_scales
     if with_rows:
-        numbers = _room(values, (height, parts, across * TILE), dtype)
+        numbers = room_for(values, (height, parts, across * TILE), dtype)
         scales = values.new_empty((parts * across, height), dtype=torch.float32)
     values = values if values.stride()[1:] == (width, 1) else values.contiguous()
     operands = (values, offsets if source is None else source, numbers, scales, turned, turned_scales, offsets)
-    sizes = (height, width, values.stride(0), parts, across, experts, tiles * TILE, *_limits(dtype))
+    sizes = (height, width, values.stride(0), parts, across, experts, tiles * TILE, *limits_of(dtype))
     constants = {"EXPERTS": power_of_2(experts), "ROWS": with_rows, "GATHERED": source is not None, "num_warps": 16}
     launch(_cut_columns, (tiles, parts * across), *operands, *sizes, **constants)
     columns = turned.to(dtype), turned_scales
@@ -324,67 +252,14 @@ def cut_copies(values: Tensor, weights: Tensor, slots: Tensor, num_rows: int) ->
     """
     (height, width), dtype = values.shape, torch.float8_e4m3fn
     across = blocks_of(width, TILE)
-    numbers = _room(values, (num_rows, 1, across * TILE), dtype)
+    numbers = room_for(values, (num_rows, 1, across * TILE), dtype)
     scales = values.new_empty((across, num_rows), dtype=torch.float32)
     values, copy_weights = values if values.stride(1) == 1 else values.contiguous(), weights.new_empty(num_rows)
-    sizes = (height, num_rows, width, values.stride(0), weights.stride(0), across, *_limits(dtype))
+    sizes = (height, num_rows, width, values.stride(0), weights.stride(0), across, *limits_of(dtype))
     operands = (values, weights, slots, numbers, scales, copy_weights)
     constants = {"COPIES": slots.shape[1], "ROWS": 32, "num_warps": 4}
     launch(_cut_copies, (blocks_of(height, 32), across), *operands, *sizes, **constants)
     return (numbers.to(dtype), scales), copy_weights
-
-
-def cut_activated(gate_up: Tensor, probs: Tensor) -> Cut:
-    """Return what `cut_rows` returns for the weighted SwiGLU of gate_up [R, 2F] and probs [R], in e4m3."""
-    height, width = gate_up.shape[0], gate_up.shape[1] // 2
-    across, dtype = blocks_of(width, TILE), torch.float8_e4m3fn
-    numbers = _room(gate_up, (height, 1, across * TILE), dtype)
-    scales = gate_up.new_empty((across, height), dtype=torch.float32)
-    sizes = (height, width, across, *_limits(dtype))
-    launch(
-        _cut_activated, (blocks_of(height, 32), across), gate_up, probs, numbers, scales, *sizes, ROWS=32, num_warps=4
-    )
-    return numbers.to(dtype), scales
-
-
-def cut_activation(
-    grad: Tensor, gate_up: Tensor, probs: Tensor, offsets: Tensor, dtype: torch.dtype
-) -> tuple[list[Cut], Cut, Tensor]:
-    """Return the gradients of the weighted SwiGLU, that of gate_up in tiles, and its result in tiles once more.
-
-    Args:
-        grad: [R, F], of the result. gate_up: [R, 2F]. probs: [R].
-        dtype: of the gradient's tiles.
-
-    Returns:
-        what `cut_columns` returns `with_rows` for the gradient of gate_up, [R, 2, F]; columns of the result [R, F], in
-        e4m3; the gradient of probs.
-    """
-    (height, width), experts, e4m3 = grad.shape, offsets.shape[0], torch.float8_e4m3fn
-    across, tiles = blocks_of(width, TILE), tiles_of_rows(height, experts)
-    numbers, turned = _room(grad, (height, 2, across * TILE), dtype), _room(grad, (2 * width, tiles * TILE), dtype)
-    hidden, fp32 = _room(grad, (width, tiles * TILE), e4m3), partial(grad.new_empty, dtype=torch.float32)
-    scales, turned_scales = fp32((2 * across, height)), fp32((tiles, 2 * width))
-    hidden_scales, grad_probs = fp32((tiles, width)), probs.new_empty((across, height))
-    (largest, smallest), (largest_hidden, _) = _limits(dtype), _limits(e4m3)
-    operands = (
-        grad,
-        gate_up,
-        probs,
-        offsets,
-        grad_probs,
-        numbers,
-        scales,
-        turned,
-        turned_scales,
-        hidden,
-        hidden_scales,
-    )
-    sizes = (height, width, across, experts, tiles * TILE, largest, largest_hidden, smallest)
-    constants = {"EXPERTS": power_of_2(experts), "ROWS": 16, "num_warps": 8}
-    launch(_cut_activation, (tiles, across), *operands, *sizes, **constants)
-    of_gate_up = [(turned.to(dtype), turned_scales), (numbers.to(dtype), scales)]
-    return of_gate_up, (hidden.to(e4m3), hidden_scales), grad_probs.sum(0)
 
 
 # ---- Products of groups of rows.
@@ -426,7 +301,7 @@ def _multiply(
     of_tile: tl.constexpr = _TILE // WIDE
     units: tl.constexpr = PARTS * ((WIDTH + _TILE - 1) // _TILE) * of_tile
     high, pair = _place_in_band(down, (units + 1) // 2, BAND)
-    expert, first, end = _tile_of(offsets, high, experts, EXPERTS)
+    expert, first, end = tile_of(offsets, high, experts, EXPERTS)
     if first < end:
         row = first + tl.arange(0, _TILE)
         unit, then = 2 * pair, min(2 * pair + 1, units - 1)  # the last pair may be a single one

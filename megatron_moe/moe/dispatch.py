@@ -279,23 +279,15 @@ class AllToAllDispatcher(PhasedDispatcher):
             return arrived
 
         # Not `arrange`: a node holds its gradients until it is done, here of all rows while two exchanges' are there.
-        return self.hand_over(_Send.apply(work, hidden, decision.probs), plans[0])
-
-    def hand_over(self, arrived: tuple[Tensor, ...], plan: RecvPlan) -> tuple[ExpertInput, ExchangePlan]:
-        """Return what `dispatch` gives to the experts."""
-        return self.arrange(arrived, plan)
+        return self.arrange(_Send.apply(work, hidden, decision.probs), plans[0])
 
     def combine(self, rows: Tensor, plan: ExchangePlan) -> Tensor:
         """See `Dispatcher.combine`."""
 
         def work(do: Do) -> tuple[Tensor]:
-            return (self.add_up(self.send_back(self.take_back(rows, plan, do), plan, do), plan, do),)
+            return (self.add_up(self.send_back(self.collect(rows, plan, do), plan, do), plan, do),)
 
         return _SendBack.apply(work, rows)[0]
-
-    def take_back(self, rows: Tensor, plan: ExchangePlan, do: Do) -> Tensor:
-        """Return what `combine` sends, from what the experts return."""
-        return self.collect(rows, plan, do)
 
     def prepare(
         self, hidden: Tensor, decision: RoutingDecision, do: Do = in_graph
@@ -362,16 +354,17 @@ class AllToAllDispatcher(PhasedDispatcher):
 
 
 class AllToAllWithoutCopies(AllToAllDispatcher):
-    """The same for experts that copy rows, except in steps: schedules free what has arrived when a step is done."""
+    """The same for experts that copy rows, which keep what has arrived: not for a schedule in steps, which frees it."""
 
-    def hand_over(self, arrived: tuple[Tensor, ...], plan: RecvPlan) -> tuple[ExpertInput, ExchangePlan]:
+    def arrange(
+        self, arrived: tuple[Tensor, ...], plan: RecvPlan, do: Do = in_graph
+    ) -> tuple[ExpertInput, ExchangePlan]:
         """Return packed rows in the order of arrival."""
         step, ends, back = self.unpacking(plan)
         weights = weights_behind(arrived[0].detach(), step.dtype)  # their gradient is packed with the rows'
         return ExpertInput(arrived[0], weights, ends, copies=step), back
 
-    def take_back(self, rows: Tensor, plan: ExchangePlan, do: Do) -> Tensor:
-        """Return the rows, which are in the order of arrival."""
+    def collect(self, rows: Tensor, plan: ExchangePlan, do: Do = in_graph) -> Tensor:
         return rows
 
 
@@ -501,5 +494,5 @@ def build_layer_dispatcher(options: MoEOptions, groups: MoEGroups, experts_copy:
     inner = build_dispatcher(options.dispatcher, options.num_experts, groups, factor is not None, **settings)
     if factor is not None and options.pad_to_capacity:
         return PaddedDispatcher(inner, groups, factor)
-    kind = _WITHOUT_COPIES.get(type(inner)) if experts_copy else None
+    kind = _WITHOUT_COPIES.get(type(inner)) if experts_copy and not options.in_steps else None
     return inner if kind is None else kind(inner.num_experts, groups, inner.drops)

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -205,9 +206,9 @@ class _ByTriton:
     """The three products by our kernels, which read the offsets on the device. Arguments are those of `_Emulated`."""
 
     def __init__(self, offsets: Tensor, num_rows: int, weights: Tensor) -> None:
-        from megatron_moe.kernels import triton_fp8  # where there is Triton
+        from megatron_moe.kernels import triton_activation, triton_fp8  # where there is Triton
 
-        self.offsets, self.weights, self.kernels = offsets, weights, triton_fp8
+        self.offsets, self.weights, self.kernels, self.activation = offsets, weights, triton_fp8, triton_activation
         self._columns: tuple[Tensor, Any] | None = None
 
     def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
@@ -538,11 +539,8 @@ class _ExpertsByTriton(torch.autograd.Function):
         cut, row_probs = given.cut(first.kernels)
         kept = first.results_of(cut, gate_up.matrices_of(weight1), rows.dtype)
         ctx.save_for_backward(rows, probs, weight1, weight2, offsets, kept, row_probs)
-
-        def of_activated(cut: Any) -> Tensor:
-            return second.results_of(cut, down.matrices_of(weight2), rows.dtype)
-
-        return given.results(activate_into(second.kernels.cut_activated, of_activated, kept, row_probs))
+        of_activated = partial(second.results_of, matrices=down.matrices_of(weight2), dtype=rows.dtype)
+        return given.results(activate_into(second.activation.cut_activated, of_activated, kept, row_probs))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -556,7 +554,8 @@ class _ExpertsByTriton(torch.autograd.Function):
         kernels, source = first.kernels, given.source
         columns, cut = kernels.cut_columns(grad.unsqueeze(1), offsets, down.gradients, True, source)
         slope = second.grad_rows_of(cut, down.matrices_of(weight2), grad.dtype)
-        (left, cut), right, grad_probs = kernels.cut_activation(slope, kept, row_probs, offsets, gate_up.gradients)
+        made = first.activation.cut_activation(slope, kept, row_probs, offsets, gate_up.gradients)
+        (left, cut), right, grad_probs = made
         grad_weight2 = second.grad_weights(down, columns, right, weight2)
         (right,) = kernels.cut_columns(given.rows.unsqueeze(1), offsets, E4M3, False, source)
         grad_weight1 = first.grad_weights(gate_up, left, right, weight1)

@@ -25,7 +25,7 @@ def pairs(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Cuts, Cuts
     apart, copies, grad = F.pad(rows, (0, 16))[:, : 2 * width], rows[source].unsqueeze(1), rows[:, :width].contiguous()
     result = triton_activation.weighted_swiglu_forward(rows, weights).unsqueeze(1)
     slope, of_weights = triton_activation.weighted_swiglu_backward(grad, rows, weights)
-    cut_slope, cut_result, found_of_weights = triton_fp8.cut_activation(grad, rows, weights, offsets, dtype)
+    cut_slope, cut_result, found_of_weights = triton_activation.cut_activation(grad, rows, weights, offsets, dtype)
     assert torch.allclose(found_of_weights, of_weights, rtol=1e-5, equal_nan=True)
     cut_copies, copied = triton_fp8.cut_copies(apart, weights, source.argsort().unsqueeze(1), height)
     assert torch.equal(copied.nan_to_num(), weights[source].nan_to_num())
@@ -38,7 +38,7 @@ def pairs(rows: Tensor, offsets: Tensor, dtype: torch.dtype) -> tuple[Cuts, Cuts
         for some in (found, wanted):
             some[number] = some[number][0][:, : tiles * TILE], some[number][1][:tiles]
     wanted += [triton_fp8.cut_rows(one, E4M3) for one in (copies, result)]
-    return [*found, cut_copies, triton_fp8.cut_activated(rows, weights)], wanted
+    return [*found, cut_copies, triton_activation.cut_activated(rows, weights)], wanted
 
 
 def differ(found: Cuts, wanted: Cuts) -> list[int]:
