@@ -19,6 +19,7 @@ takes more time and memory than the product in bf16. The other two multiply the 
 multiply their sum by the scales: our Triton kernels (`kernels/triton_fp8.py`, on Hopper and Blackwell), and torch's
 scaled product (`torch.nn.functional.scaled_mm`, cuBLAS with these very tiles, on Hopper alone), which has no groups
 with such tiles: an expert's rows are a product of their own. Numbers and scales in FP8 are the same bits in all forms.
+By Triton, experts cut rows where they copy them, and the activation where they compute it (`_ExpertsByTriton`).
 Products differ as two orders of addition in fp32 do, as long as the tensor cores add in fp32: Hopper's add the 128
 products with fewer bits.
 
