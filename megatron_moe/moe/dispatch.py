@@ -157,6 +157,7 @@ def arrange_by_expert(
 def _to_arrange(
     hidden: Tensor, probs: Tensor, expert_ids: Tensor, num_experts: int, rows_here: Callable[[Tensor], int] | None
 ) -> tuple[ExpertInput, SortPlan]:
+    """Return what `arrange_by_expert` copies, with the step that does."""
     partial = rows_here is not None
     order, source, inverse, ends = sort_by_expert(expert_ids, num_experts, partial)
     if rows_here is not None:

@@ -326,7 +326,7 @@ class Unpacked:
 
     def operands(self, arrived: Tensor, weights: Tensor) -> Operands:
         """Return what `spread_rows` reads."""
-        return arrived[:, : self.hidden], weights, self.order, self.order, self.inverse.unsqueeze(1)
+        return arrived.narrow(1, 0, self.hidden), weights, self.order, self.order, self.inverse.unsqueeze(1)
 
     def backward(self, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor]:
         inverse, weights_grad = self.inverse, weights_grad.to(self.dtype)
