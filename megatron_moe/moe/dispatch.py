@@ -175,7 +175,7 @@ def _to_arrange(
     expert_ids: Tensor,
     num_experts: int,
     rows_here: Callable[[Tensor], int] | None,
-    fixed_rows: bool,
+    fixed_rows: bool = False,
 ) -> tuple[ExpertInput, SortPlan]:
     """Return what `arrange_by_expert` copies, with the step that does."""
     partial = rows_here is not None
