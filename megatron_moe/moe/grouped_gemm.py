@@ -90,7 +90,7 @@ class _GateProduct(torch.autograd.Function):
         if half and dtype == torch.float32 and not hardware.on_cpu(hidden):
             # A product that adds in fp32 and returns fp32, which CUDA has. Products of half-precision numbers are exact
             # in fp32: the sums are those of operands that were cast first.
-            return torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=dtype).view(*hidden.shape[:-1], -1)
+            return torch.mm(hidden, weight.t(), out_dtype=dtype)
         with numerics.full_products():
             return F.linear(hidden.to(dtype), weight.to(dtype))
 
@@ -102,14 +102,14 @@ class _GateProduct(torch.autograd.Function):
         grad_hidden = grad_weight = None
         with numerics.full_products():
             if ctx.needs_input_grad[0]:
-                grad_hidden = torch.matmul(grad, weight.to(grad.dtype)).to(hidden.dtype)
+                grad_hidden = torch.mm(grad, weight.to(grad.dtype)).to(hidden.dtype)
             if ctx.needs_input_grad[1]:
-                rows = hidden.flatten(0, -2).to(grad.dtype)
+                rows = hidden.to(grad.dtype)
                 total = main_grad_of(ctx.parameter) if ctx.fused else None
                 if total is None:
-                    grad_weight = torch.mm(grad.flatten(0, -2).t(), rows).to(weight.dtype)
+                    grad_weight = torch.mm(grad.t(), rows).to(weight.dtype)
                 else:
-                    add_product(total, grad.flatten(0, -2).t(), rows)
+                    add_product(total, grad.t(), rows)
                     grad_weight = no_gradient(weight)
         return grad_hidden, grad_weight, None, None
 
@@ -128,7 +128,9 @@ def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool
     Returns:
         [..., N] in `dtype`. Gradients: summed in `dtype` and rounded once, to the dtypes of `hidden` and `weight`.
     """
-    return _GateProduct.apply(hidden, weight, dtype, fused)
+    if hidden.dim() == 2:
+        return _GateProduct.apply(hidden, weight, dtype, fused)
+    return _GateProduct.apply(hidden.flatten(0, -2), weight, dtype, fused).unflatten(0, hidden.shape[:-1])
 
 
 # ---- Products of groups of rows.
@@ -154,6 +156,8 @@ def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
 
 def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """Return what `cpu_half_gemm.grouped_product` returns, on a CPU by the kernel in C where there is one."""
+    if not hardware.on_cpu(left):
+        return F.grouped_mm(left, right, offs=offsets)
     if not choice.takes_products(left, right):
         return cpu_half_gemm.grouped_product(left, right, offsets)
     if is_watched():  # by what would not see the kernel, and may change no bit
