@@ -476,6 +476,7 @@ KERNELS = {
     "add_counts": Kernels("triton_routing.add_counts"),
     "add_statistics": Kernels("triton_loss.add_statistics"),
     "add_up_rows": Kernels("triton_dispatch.add_up_rows"),
+    "choose_and_weigh": Kernels("triton_routing.choose_and_weigh"),
     "choose_experts": Kernels("triton_routing.choose_experts"),
     "count_tokens": Kernels("triton_routing.count_tokens"),
     "cut_into_tiles": Kernels("triton_fp8.cut_into_tiles"),
