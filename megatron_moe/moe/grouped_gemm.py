@@ -14,6 +14,7 @@ from megatron_moe.engine.patching import replaced
 from megatron_moe.kernels import choice
 from megatron_moe.kernels.choice import has_kernel, is_watched
 from megatron_moe.platform import cpu_half_gemm, hardware, numerics
+from megatron_moe.platform.autograd import Function, once_differentiable
 from megatron_moe.platform.numerics import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.contract import mixes_dtypes
@@ -74,7 +75,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 # ---- A gate's product.
 
 
-class _GateProduct(torch.autograd.Function):
+class _GateProduct(Function):
     """The gate's product, which saves the operands in their own dtypes, as other functions of the graph do.
 
     Autograd alone would save a copy of all hidden states in fp32. TF32 is not for it: ten bits of mantissa would choose
@@ -95,7 +96,7 @@ class _GateProduct(torch.autograd.Function):
             return F.linear(hidden.to(dtype), weight.to(dtype))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     @unaffected_by_autocast
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight = ctx.saved_tensors
@@ -254,7 +255,7 @@ def added_to_main_grad(weights: Tensor, left: Tensor, right: Tensor, offsets: Te
     return True
 
 
-class _GroupedMM(torch.autograd.Function):
+class _GroupedMM(Function):
     """The grouped product of torch, whose own backward fails on gradients with strides of zero (those of a sum).
 
     leave_out: takes a function of the weights that computes their gradient, instead of having it computed.

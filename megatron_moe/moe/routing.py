@@ -22,6 +22,7 @@ from megatron_moe.config.setting import SCORE_FUNCTIONS
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.parallel.collectives import all_gather_rows, all_reduce_sum
+from megatron_moe.platform.autograd import Function, once_differentiable
 from megatron_moe.platform.protocols import AutogradContext
 
 
@@ -279,7 +280,7 @@ def _apart(expert_ids: Tensor, padding: Tensor | None, num_experts: int) -> Tens
     return torch.where(padding.unsqueeze(-1), choice % num_experts, expert_ids)
 
 
-class _ExpertWeights(torch.autograd.Function):
+class _ExpertWeights(Function):
     """The experts and weights that `work` returns. The weights have a gradient, which is that of `weighed`."""
 
     @staticmethod
@@ -298,7 +299,7 @@ class _ExpertWeights(torch.autograd.Function):
         return ids, probs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: AutogradContext, _: None, grad: Tensor) -> tuple[Tensor | None, ...]:
         weighed, ids, padding = ctx.saved_tensors
         return None, expert_weights_backward(grad, weighed, ids, padding, *ctx.how), None, None

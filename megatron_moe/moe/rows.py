@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.parallel.collectives import exchange_rows, room_for_rows, weights_behind
 from megatron_moe.platform import hardware
+from megatron_moe.platform.autograd import Function
 from megatron_moe.platform.protocols import AutogradContext
 
 
@@ -95,7 +96,7 @@ Do = Callable[..., tuple[Tensor, ...]]
 """Takes a step and its tensors, and returns the step's results."""
 
 
-class _Step(torch.autograd.Function):
+class _Step(Function):
     """A step as a node of the graph. What it needs in backward are its own tables."""
 
     @staticmethod
@@ -119,7 +120,7 @@ class _SumCopies(_Step):
 in_graph: Do = _Step.apply
 
 
-class Way(torch.autograd.Function):
+class Way(Function):
     """Several steps as one node: those that `work` does with the `Do` it is given. tensors: of the first step."""
 
     @staticmethod
