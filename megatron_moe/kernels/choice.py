@@ -595,7 +595,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     key = (id(kernel), device, *constants.values(), *kinds)
     known = _compiled.get(key)
     if known is not None:
-        known.run(*grid, *_ONES[len(grid)], known.stream_of(device), *known.loaded, *passed, *known.constants)
+        run, stream_of, loaded, named = known
+        run(*grid, *_ONES[len(grid)], stream_of(device), *loaded, *passed, *named)
         return
     found = kernel[grid](*arguments, **constants)
     if found is not None:  # the interpreter compiles nothing

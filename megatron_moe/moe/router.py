@@ -183,7 +183,8 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             is_padding = padding_mask.reshape(-1).bool()
         num_sequences = num_sequences or (hidden.shape[1] if hidden.dim() == 3 else 1)
         micro_batch = MicroBatch(is_padding, num_sequences, self.training, documents)
-        hidden = hidden.flatten(0, -2)
+        if hidden.dim() > 2:
+            hidden = hidden.flatten(0, -2)
         with without_autocast(hidden.device.type):
             hidden = self.perturb(hidden, self.training)
             logits = self.gate(hidden)

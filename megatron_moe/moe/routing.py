@@ -26,8 +26,7 @@ from megatron_moe.platform.autograd import Function, once_differentiable
 from megatron_moe.platform.protocols import AutogradContext
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """The properties of the T tokens that a router is given.
 
     is_padding: [T] bool, True for padding; None if no token is. num_sequences: B; token t is of sequence t % B, as in
@@ -68,8 +67,7 @@ class RoutingDecision(NamedTuple):
     kept: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class RoutedTokens:
+class RoutedTokens(NamedTuple):
     """One pass of a router over a micro-batch, for its observers and its load balancing.
 
     hidden: [T, H], the gate's input. logits, scores: [T, E]. decision: after the capacity, before the auxiliary losses

@@ -282,7 +282,7 @@ class Packed(WeightedCopies):
 
     def forward(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         whole = room_for_rows(self.sort.order.shape[0], self.hidden, rows, weights)
-        self.copy(rows, weights, whole[:, : self.hidden], weights_behind(whole, self.dtype))
+        self.copy(rows, weights, whole.narrow(1, 0, self.hidden), weights_behind(whole, self.dtype))
         return (whole,)
 
     def backward(self, whole: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -314,13 +314,16 @@ class Unpacked:
     def forward(self, arrived: Tensor) -> tuple[Tensor, ...]:
         order, weights = self.order, weights_behind(arrived, self.dtype)
         rows, row_weights = arrived.new_empty((order.shape[0], self.hidden)), weights.new_empty(order.shape[0])
-        spread_rows(arrived[:, : self.hidden], weights, order, order, self.inverse.unsqueeze(1), rows, row_weights)
+        packed = arrived.narrow(1, 0, self.hidden)
+        spread_rows(packed, weights, order, order, self.inverse.unsqueeze(1), rows, row_weights)
         return rows, row_weights
 
     def backward(self, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor]:
-        inverse, weights_grad = self.inverse, weights_grad.to(self.dtype)
+        inverse = self.inverse
+        if weights_grad.dtype != self.dtype:
+            weights_grad = weights_grad.to(self.dtype)
         whole = room_for_rows(inverse.shape[0], self.hidden, grad, weights_grad)
-        into = (whole[:, : self.hidden], weights_behind(whole, self.dtype))
+        into = (whole.narrow(1, 0, self.hidden), weights_behind(whole, self.dtype))
         spread_rows(grad, weights_grad, inverse, inverse, self.order.unsqueeze(1), *into)
         return (whole,)
 
