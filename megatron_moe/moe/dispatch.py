@@ -272,7 +272,7 @@ class AllToAllDispatcher(PhasedDispatcher):
     ) -> tuple[tuple[Tensor, ...], SendPlan]:
         num_tokens, topk = decision.expert_ids.shape
         etp, group = self.groups.etp_size, self.groups.expert
-        both = torch.empty((2, group.size(), self.num_local_experts), dtype=torch.int64, device=hidden.device)
+        both = decision.expert_ids.new_empty((2, group.size(), self.num_local_experts))
         sent_counts, received_counts = both.unbind()
         counts = sent_counts.view(-1) if etp == 1 else sent_counts.new_empty(self.num_experts)
         sort = sort_by_expert(self.destinations(decision), self.num_experts, self.drops, counts)
