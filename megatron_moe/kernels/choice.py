@@ -504,17 +504,17 @@ def has_kernel(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     Args:
         name: the operation's entry of `KERNELS`.
     """
-    kernels = KERNELS[name]
+    triton, c = KERNELS[name]
 
     def decorated(operation: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(operation)
         def chosen(*args: _P.args, **named: _P.kwargs) -> _R:
             tensor: Any = args[0][0] if isinstance(args[0], list) else args[0]
             result: Any = NotImplemented
-            if kernels.triton is not None and takes_kernels(tensor):
-                result = _triton(kernels.triton)(*args, **named)
-            elif kernels.c is not None and takes_c(tensor):
-                result = kernels.c(*args, **named)
+            if triton is not None and takes_kernels(tensor):
+                result = _triton(triton)(*args, **named)
+            elif c is not None and takes_c(tensor):
+                result = c(*args, **named)
             return operation(*args, **named) if result is NotImplemented else result
 
         chosen.eager = operation  # type: ignore[attr-defined]

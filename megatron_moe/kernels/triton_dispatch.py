@@ -170,8 +170,8 @@ def _move(
         operands = (rows, rows, slots, copies, copies)
     else:
         operands = (rows, weights, slots, copies, copy_weights)
-        strides = (*strides[:2], weights.stride(0), copy_weights.stride(0))
-        constants["SHARING"] = slots.numel() // max(weights.shape[0], 1)
+        strides = (*strides[:2], weights.stride(-1), copy_weights.stride(0))
+        constants["SHARING"] = slots.numel() // max(weights.numel(), 1)
     launch(kernel, (tokens, blocks_of(width, block)), *operands, copies.shape[0], width, *strides, **constants)
 
 

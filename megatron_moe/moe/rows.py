@@ -35,7 +35,7 @@ def spread_rows(
     copies: Tensor,
     copy_weights: Tensor | None,
 ) -> None:
-    """Write copies of rows [T, ...], and of weights [N], into `copies` [R, ...] and `copy_weights` [R].
+    """Write copies of rows [T, ...], and of weights [N] or [T, K], into `copies` [R, ...] and `copy_weights` [R].
 
     All but the tables may be views of packed rows: see `room_for_rows`.
 
@@ -46,7 +46,7 @@ def spread_rows(
     """
     torch.index_select(rows, 0, source, out=copies)
     if weights is not None and copy_weights is not None:
-        torch.index_select(weights, 0, order, out=copy_weights)
+        torch.index_select(weights.flatten(), 0, order, out=copy_weights)
 
 
 @has_kernel("add_up_rows")
@@ -260,7 +260,7 @@ class WeightedCopies:
 
     def copy(self, rows: Tensor, weights: Tensor, copies: Tensor, copy_weights: Tensor) -> None:
         sort = self.sort
-        spread_rows(rows, weights.flatten(), sort.order, sort.source, sort.slots, copies, copy_weights)
+        spread_rows(rows, weights.contiguous(), sort.order, sort.source, sort.slots, copies, copy_weights)
 
     def backward(self, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, Tensor]:
         slots = self.sort.slots

@@ -29,4 +29,4 @@ def once_differentiable(backward: _Backward) -> _Backward:
     def run(ctx: AutogradContext, *grads: Any) -> Any:
         return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
 
-    return run
+    return run  # type: ignore[return-value]
