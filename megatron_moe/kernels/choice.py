@@ -476,6 +476,7 @@ KERNELS = {
     "add_counts": Kernels("triton_routing.add_counts"),
     "add_statistics": Kernels("triton_loss.add_statistics"),
     "add_up_rows": Kernels("triton_dispatch.add_up_rows"),
+    "choose_and_weigh": Kernels("triton_routing.choose_and_weigh"),
     "choose_experts": Kernels("triton_routing.choose_experts"),
     "count_tokens": Kernels("triton_routing.count_tokens"),
     "cut_into_tiles": Kernels("triton_fp8.cut_into_tiles"),
@@ -503,17 +504,17 @@ def has_kernel(name: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     Args:
         name: the operation's entry of `KERNELS`.
     """
-    kernels = KERNELS[name]
+    triton, c = KERNELS[name]
 
     def decorated(operation: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(operation)
         def chosen(*args: _P.args, **named: _P.kwargs) -> _R:
             tensor: Any = args[0][0] if isinstance(args[0], list) else args[0]
             result: Any = NotImplemented
-            if kernels.triton is not None and takes_kernels(tensor):
-                result = _triton(kernels.triton)(*args, **named)
-            elif kernels.c is not None and takes_c(tensor):
-                result = kernels.c(*args, **named)
+            if triton is not None and takes_kernels(tensor):
+                result = _triton(triton)(*args, **named)
+            elif c is not None and takes_c(tensor):
+                result = c(*args, **named)
             return operation(*args, **named) if result is NotImplemented else result
 
         chosen.eager = operation  # type: ignore[attr-defined]
@@ -551,6 +552,9 @@ class _Compiled(NamedTuple):
 _compiled: dict[tuple[Any, ...], _Compiled] = {}
 """By all that a kernel is specialised for."""
 
+_ONES = ((), (1, 1), (1,), ())
+"""What a grid of so many dimensions lacks."""
+
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """Run a kernel on a grid. Nothing runs where the grid is empty, or on the meta device, where a run is planned.
@@ -571,26 +575,28 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if arguments[0].is_meta:
         return
     device = arguments[0].get_device()
-    key = [id(kernel), device, *constants.values()]
+    kinds: list[Any] = []
     passed, addresses = [], 0
     for one in arguments:
         kind = type(one)
         if kind is int:  # what Triton may specialise for, and the type by which it is passed
-            key.append((one % 16 == 0) + 2 * (one == 1) + 4 * (-(2**31) <= one < 2**31))
+            kinds.append(one % 16 == 0 if 1 < one < 2**31 else (one % 16 == 0, one == 1, -(2**31) <= one < 2**31))
         elif kind is float:
-            key.append(kind)
+            kinds.append(kind)
         elif isinstance(one, Tensor):
-            key.append(one.dtype)
+            kinds.append(one.dtype)
             one = one.data_ptr()
             addresses |= one
         else:  # a tensor described, of which the kernel is specialised for the dtype
-            key.append(one.base.dtype)
+            kinds.append(one.base.dtype)
         passed.append(one)
     if addresses % 16:  # not all are aligned
-        key += [type(one) is int and one % 16 == 0 for one in passed]
-    known = _compiled.get(tuple(key))
+        kinds += [type(one) is int and one % 16 == 0 for one in passed]
+    key = (id(kernel), device, *constants.values(), *kinds)
+    known = _compiled.get(key)
     if known is not None:
-        known.run(*(*grid, 1, 1)[:3], known.stream_of(device), *known.loaded, *passed, *known.constants)
+        run, stream_of, loaded, named = known
+        run(*grid, *_ONES[len(grid)], stream_of(device), *loaded, *passed, *named)
         return
     found = kernel[grid](*arguments, **constants)
     if found is not None:  # the interpreter compiles nothing
@@ -598,7 +604,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
         loaded = (found.function, found.packed_metadata, None, None, None)  # no hooks, and nothing for them
         named = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        _compiled[tuple(key)] = _Compiled(found.run, driver.active.get_current_stream, loaded, named)
+        _compiled[key] = _Compiled(found.run, driver.active.get_current_stream, loaded, named)
 
 
 def blocks_of(total: int, size: int) -> int:

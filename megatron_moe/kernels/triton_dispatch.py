@@ -1,8 +1,8 @@
 """The dispatcher's kernels in Triton: a stable sort of choices by expert, and moving rows from one order to the other.
 
-The sort is a counting sort with one digit. The choices are cut into parts of `PART`: the first kernel counts each
-part's choices per expert, the second adds the counts up, experts first and parts second, and the third numbers the
-choices of a part from there. Rows are copied and summed by tables of indices, and every row is written once. Nothing
+The sort is a counting sort with one digit. The choices are cut into parts: the first kernel counts each part's choices
+per expert; the second adds up what comes before those of its part, experts first and parts second, and numbers them
+from there. Rows are copied and summed by tables of indices, and every row is written once. Nothing
 here needs atomics, so the results do not depend on an order.
 
 A row is moved in vectors of 16 bytes where its width and its strides are multiples of 16 elements.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_moe.kernels.choice import blocks_of, launch, power_of_2
 
-PART = 256
+PART, MOST_PARTS = 256, 256  # choices of a part, unless there would be more parts
 # Arguments that change from step to step. A kernel that is specialised for them would be compiled again within a run.
 _CHOICES = ["total", "parts"]
 _ROWS = ["num_rows"]
@@ -36,34 +36,32 @@ def _count_part(ids, counts, total, parts, experts, BINS: tl.constexpr, STEP: tl
         place = part * PART + start + tl.arange(0, STEP)
         expert = tl.load(ids + place, mask=place < total, other=BINS).to(tl.int32)
         found += tl.sum((expert[:, None] == bins[None, :]).to(tl.int32), axis=0)
-    tl.store(counts + bins.to(tl.int64) * parts + part, found, mask=bins < experts)
-
-
-@triton.jit(do_not_specialize=["cells", "parts"])
-def _add_up_parts(counts, begins, ends, cells, parts, BLOCK: tl.constexpr):
-    before = tl.zeros((), dtype=tl.int32)
-    for start in range(0, cells, BLOCK):
-        cell = start + tl.arange(0, BLOCK)
-        inside = cell < cells
-        found = tl.load(counts + cell, mask=inside, other=0)
-        end = before + tl.cumsum(found, axis=0)
-        tl.store(begins + cell, end - found, mask=inside)
-        tl.store(ends + cell // parts, end, mask=inside & (cell % parts == parts - 1))
-        before += tl.sum(found, axis=0)
+    tl.store(counts + part * experts + bins, found, mask=bins < experts)
 
 
 @triton.jit(do_not_specialize=_CHOICES)
 def _place_part(
-    ids, begins, ends, order, source, inverse, per_expert, total, parts, experts, real,
-    BINS: tl.constexpr, STEP: tl.constexpr, PART: tl.constexpr, TOPK: tl.constexpr, COUNTED: tl.constexpr
+    ids, counts, ends, order, source, inverse, per_expert, total, parts, experts, real,
+    BINS: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr, TOPK: tl.constexpr,
+    COUNTED: tl.constexpr
 ):  # fmt: skip
     part = tl.program_id(0)
     bins = tl.arange(0, BINS)
     known = bins < experts
-    begin = tl.load(begins + bins.to(tl.int64) * parts + part, mask=known, other=0)
-    if COUNTED & (part == 0):  # an expert's first choices are its choices in the first part
-        every = tl.load(ends + bins, mask=known, other=0) - begin
-        tl.store(per_expert + bins, every.to(tl.int64), mask=bins < real)
+    every = tl.zeros((BINS,), dtype=tl.int32)
+    earlier = tl.zeros((BINS,), dtype=tl.int32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        cell = row[:, None] * experts + bins[None, :]
+        found = tl.load(counts + cell, mask=(row < parts)[:, None] & known[None, :], other=0)
+        every += tl.sum(found, axis=0)
+        earlier += tl.sum(tl.where((row < part)[:, None], found, 0), axis=0)
+    end = tl.cumsum(every, axis=0)
+    if part == 0:
+        tl.store(ends + bins, end, mask=known)
+        if COUNTED:
+            tl.store(per_expert + bins, every.to(tl.int64), mask=bins < real)
+    begin = end - every + earlier
     for start in range(0, PART, STEP):
         place = part * PART + start + tl.arange(0, STEP)
         inside = place < total
@@ -79,18 +77,17 @@ def _place_part(
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int, partial: bool = False, counts: Tensor | None = None) -> Any:
     ids = expert_ids.contiguous()
-    total, bins = ids.numel(), num_experts + partial
-    parts, room = max(blocks_of(total, PART), 1), power_of_2(bins)
-    constants = {"BINS": room, "STEP": max(16, min(PART, 8192 // room)), "PART": PART}
+    total, bins, room = ids.numel(), num_experts + partial, power_of_2(num_experts + partial)
+    size = max(PART, power_of_2(blocks_of(total, MOST_PARTS)))
+    parts, constants = max(blocks_of(total, size), 1), {"BINS": room, "STEP": max(16, min(PART, 8192 // room))}
     order, source, inverse = ids.new_empty(total), ids.new_empty(total), ids.new_empty(total)
-    found = torch.empty((bins, parts), dtype=torch.int32, device=ids.device)
-    begins, ends = torch.empty_like(found), found.new_empty(bins)
-    launch(_count_part, (parts,), ids, found, total, parts, bins, **constants)
-    launch(_add_up_parts, (1,), found, begins, ends, bins * parts, parts, BLOCK=4096)
-    tables = (ids, begins, ends, order, source, inverse, ends if counts is None else counts)
-    constants |= {"TOPK": ids.shape[1], "COUNTED": counts is not None}
+    found = torch.empty((parts, bins), dtype=torch.int32, device=ids.device)
+    ends = found.new_empty(bins)
+    launch(_count_part, (parts,), ids, found, total, parts, bins, **constants, PART=size)
+    tables = (ids, found, ends, order, source, inverse, ends if counts is None else counts)
+    constants |= {"ROWS": max(1, 4096 // room), "PART": size, "TOPK": ids.shape[1], "COUNTED": counts is not None}
     launch(_place_part, (parts,), *tables, total, parts, bins, num_experts, **constants)
-    return order, source, inverse, ends[:num_experts]
+    return order, source, inverse, ends if bins == num_experts else ends[:num_experts]
 
 
 @triton.jit
@@ -173,8 +170,8 @@ def _move(
         operands = (rows, rows, slots, copies, copies)
     else:
         operands = (rows, weights, slots, copies, copy_weights)
-        strides = (*strides[:2], weights.stride(0), copy_weights.stride(0))
-        constants["SHARING"] = slots.numel() // max(weights.shape[0], 1)
+        strides = (*strides[:2], weights.stride(-1), copy_weights.stride(0))
+        constants["SHARING"] = slots.numel() // max(weights.numel(), 1)
     launch(kernel, (tokens, blocks_of(width, block)), *operands, copies.shape[0], width, *strides, **constants)
 
 

@@ -247,7 +247,7 @@ def cut_copies(values: Tensor, weights: Tensor, slots: Tensor, num_rows: int) ->
     """Return copies of rows, as `cut_rows` cuts them to e4m3, and of their weights.
 
     Args:
-        values: [T, N]; rows may be apart. weights: [T x C].
+        values: [T, N]; rows may be apart. weights: [T, C] or [T x C].
         slots: [T, C], where each copy is among `num_rows`; `num_rows` for one that is not.
     """
     (height, width), dtype = values.shape, torch.float8_e4m3fn
@@ -255,7 +255,7 @@ def cut_copies(values: Tensor, weights: Tensor, slots: Tensor, num_rows: int) ->
     numbers = room_for(values, (num_rows, 1, across * TILE), dtype)
     scales = values.new_empty((across, num_rows), dtype=torch.float32)
     values, copy_weights = values if values.stride(1) == 1 else values.contiguous(), weights.new_empty(num_rows)
-    sizes = (height, num_rows, width, values.stride(0), weights.stride(0), across, *limits_of(dtype))
+    sizes = (height, num_rows, width, values.stride(0), weights.stride(-1), across, *limits_of(dtype))
     operands = (values, weights, slots, numbers, scales, copy_weights)
     constants = {"COPIES": slots.shape[1], "ROWS": 32, "num_warps": 4}
     launch(_cut_copies, (blocks_of(height, 32), across), *operands, *sizes, **constants)

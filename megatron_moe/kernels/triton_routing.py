@@ -8,6 +8,7 @@ equal, the lower expert wins a tie, and a NaN cannot make one expert be chosen t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -27,12 +28,12 @@ def _sortable(value):
 
 
 @triton.jit
-def _choose(
-    ranked, bias, ids, experts,
+def _best(
+    ranked, bias, token, experts,
     BINS: tl.constexpr, TOPK: tl.constexpr, SLOTS: tl.constexpr,
     GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, GROUP_BEST: tl.constexpr, BIASED: tl.constexpr
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
+    """Return the experts of a token, [SLOTS]."""
     expert = tl.arange(0, BINS)
     known = expert < experts
     value = tl.load(ranked + token * experts + expert, mask=known, other=float("-inf"))
@@ -63,6 +64,36 @@ def _choose(
         mine = key == tl.max(key, axis=0)
         chosen = tl.where(place == rank, tl.sum(tl.where(mine, expert, 0), axis=0), chosen)
         key = tl.where(mine, -(2**63) + 1, key)
+    return chosen
+
+
+@triton.jit
+def _weights(
+    logits, weighed, chosen, inside, token, experts, scaling,
+    BINS: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr
+):  # fmt: skip
+    """Return the weights of a token's experts, [SLOTS]."""
+    weight = tl.load(weighed + token * experts + chosen, mask=inside, other=float("-inf") if SOFTMAX else 0.0)
+    if SOFTMAX:
+        weight = tl.exp(weight - tl.max(weight, axis=0))
+        weight = weight / tl.sum(weight, axis=0)
+    elif NORMALIZE:
+        weight = weight / (tl.sum(weight, axis=0) + 1e-20)
+    # A logit that is not finite makes the token's weights NaN, as in the eager form.
+    expert = tl.arange(0, BINS)
+    every = tl.load(logits + token * experts + expert, mask=expert < experts, other=0.0)
+    return weight * scaling + tl.sum(every, axis=0) * 0.0
+
+
+@triton.jit
+def _choose(
+    ranked, bias, ids, experts,
+    BINS: tl.constexpr, TOPK: tl.constexpr, SLOTS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, GROUP_BEST: tl.constexpr, BIASED: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    chosen = _best(ranked, bias, token, experts, BINS, TOPK, SLOTS, GROUPS, GROUP_TOPK, GROUP_BEST, BIASED)
+    place = tl.arange(0, SLOTS)
     tl.store(ids + token * TOPK + place, chosen.to(tl.int64), mask=place < TOPK)
 
 
@@ -76,19 +107,42 @@ def _weigh(
     place = tl.arange(0, SLOTS)
     inside = place < TOPK
     chosen = tl.load(ids + token * TOPK + place, mask=inside, other=0)
-    weight = tl.load(weighed + token * experts + chosen, mask=inside, other=float("-inf") if SOFTMAX else 0.0)
-    if SOFTMAX:
-        weight = tl.exp(weight - tl.max(weight, axis=0))
-        weight = weight / tl.sum(weight, axis=0)
-    elif NORMALIZE:
-        weight = weight / (tl.sum(weight, axis=0) + 1e-20)
-    # A logit that is not finite makes the token's weights NaN, as in the eager form.
-    expert = tl.arange(0, BINS)
-    every = tl.load(logits + token * experts + expert, mask=expert < experts, other=0.0)
-    weight = weight * scaling + tl.sum(every, axis=0) * 0.0
+    weight = _weights(logits, weighed, chosen, inside, token, experts, scaling, BINS, SOFTMAX, NORMALIZE)
     if PADDED:
         weight = tl.where(tl.load(padding + token) == 0, weight, 0.0)
     tl.store(probs + token * TOPK + place, weight, mask=inside)
+
+
+@triton.jit
+def _choose_and_weigh(
+    ranked, bias, logits, weighed, padding, ids, probs, counts, tokens, experts, scaling,
+    BINS: tl.constexpr, TOPK: tl.constexpr, SLOTS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_TOPK: tl.constexpr, GROUP_BEST: tl.constexpr, BIASED: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, PADDED: tl.constexpr, COUNTED: tl.constexpr
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SLOTS)
+    inside = place < TOPK
+    chosen = _best(ranked, bias, token, experts, BINS, TOPK, SLOTS, GROUPS, GROUP_TOPK, GROUP_BEST, BIASED)
+    choice = token * TOPK + place
+    if PADDED:
+        real = tl.load(padding + token) == 0
+        chosen = tl.where(real, chosen, (choice % experts).to(tl.int32))
+    weight = _weights(logits, weighed, chosen, inside, token, experts, scaling, BINS, SOFTMAX, NORMALIZE)
+    if PADDED:
+        weight = tl.where(real, weight, 0.0)
+    tl.store(ids + choice, chosen.to(tl.int64), mask=inside)
+    tl.store(probs + choice, weight, mask=inside)
+    if COUNTED:
+        # Whole numbers that are exact in the dtype: atomics may add in any order and give the same bits.
+        one = tl.full((SLOTS,), 1, dtype=counts.dtype.element_ty)
+        if PADDED:
+            tl.atomic_add(counts + chosen, one, mask=inside & real)
+            tl.atomic_add(tokens, real.to(tl.int64))
+        else:
+            tl.atomic_add(counts + chosen, one, mask=inside)
+            if token == 0:
+                tl.atomic_add(tokens, tl.num_programs(0).to(tl.int64))
 
 
 @triton.jit
@@ -138,27 +192,64 @@ def _count(
         tl.atomic_add(tokens, tl.sum((inside & (place % TOPK == 0)).to(tl.int64), axis=0))
 
 
+def _grouping(options: Any) -> dict[str, int] | None:
+    """Return how `_best` ranks groups of experts; None if it cannot."""
+    if options.num_groups is None or options.group_topk is None:
+        return {"GROUPS": 1, "GROUP_TOPK": 1, "GROUP_BEST": 1}
+    groups, group_topk = options.num_groups, options.group_topk
+    best = {"max": 1, "top2": 2}.get(options.group_score, options.topk // group_topk)
+    # A sum of more than two depends on the order in which it is added up; groups are compared as a power of two.
+    if best > 2 or groups & (groups - 1):
+        return None
+    return {"GROUPS": groups, "GROUP_TOPK": group_topk, "GROUP_BEST": best}
+
+
+@functools.cache
+def _sizes(experts: int, topk: int) -> dict[str, int]:
+    return {"BINS": power_of_2(experts), "TOPK": topk, "SLOTS": power_of_2(topk)}
+
+
 def choose_experts(ranked: Tensor, expert_bias: Tensor | None, options: Any) -> Any:
-    if options.num_groups is not None and options.group_topk is not None:
-        groups, group_topk = options.num_groups, options.group_topk
-        best = {"max": 1, "top2": 2}.get(options.group_score, options.topk // group_topk)
-        # A sum of more than two depends on the order in which it is added up; groups are compared as a power of two.
-        if best > 2 or groups & (groups - 1):
-            return NotImplemented
-    else:
-        groups, group_topk, best = 1, 1, 1
-    tokens, experts = ranked.shape
-    ids = torch.empty((tokens, options.topk), dtype=torch.int64, device=ranked.device)
-    sizes = {"BINS": power_of_2(experts), "TOPK": options.topk, "SLOTS": power_of_2(options.topk)}
-    constants = {**sizes, "GROUPS": groups, "GROUP_TOPK": group_topk, "GROUP_BEST": best}
+    grouping = _grouping(options)
+    if grouping is None:
+        return NotImplemented
+    (tokens, experts), topk = ranked.shape, options.topk
+    ids = torch.empty((tokens, topk), dtype=torch.int64, device=ranked.device)
     operands = (ranked.contiguous(), ranked if expert_bias is None else expert_bias, ids)
-    launch(_choose, (tokens,), *operands, experts, BIASED=expert_bias is not None, num_warps=2, **constants)
+    constants = {**_sizes(experts, topk), **grouping, "BIASED": expert_bias is not None, "num_warps": 2}
+    launch(_choose, (tokens,), *operands, experts, **constants)
     return ids
 
 
+def choose_and_weigh(
+    ranked: Tensor,
+    expert_bias: Tensor | None,
+    weighed: Tensor,
+    logits: Tensor,
+    padding: Tensor | None,
+    options: Any,
+    counts: tuple[Tensor, Tensor] | None,
+    softmax: bool,
+    normalize: bool,
+    scaling: float,
+) -> Any:
+    grouping = _grouping(options)
+    if grouping is None:
+        return NotImplemented
+    (tokens, experts), topk = ranked.shape, options.topk
+    ids = torch.empty((tokens, topk), dtype=torch.int64, device=ranked.device)
+    probs = weighed.new_empty((tokens, topk))
+    of_choice = (ranked.contiguous(), ranked if expert_bias is None else expert_bias)
+    operands = (logits.contiguous(), weighed.contiguous(), ids if padding is None else padding, ids, probs)
+    of_weights = {"SOFTMAX": softmax, "NORMALIZE": normalize, "PADDED": padding is not None}
+    constants = {**_sizes(experts, topk), **grouping, "BIASED": expert_bias is not None, **of_weights}
+    constants |= {"COUNTED": counts is not None, "num_warps": 2}
+    launch(_choose_and_weigh, (tokens,), *of_choice, *operands, *(counts or (ids, ids)), experts, scaling, **constants)
+    return ids, probs
+
+
 def _constants(ids: Tensor, experts: int, padding: Tensor | None, softmax: bool, normalize: bool) -> dict[str, Any]:
-    topk = ids.shape[1]
-    sizes = {"BINS": power_of_2(experts), "TOPK": topk, "SLOTS": power_of_2(topk)}
+    sizes = _sizes(experts, ids.shape[1])
     return {**sizes, "SOFTMAX": softmax, "NORMALIZE": normalize, "PADDED": padding is not None, "num_warps": 1}
 
 

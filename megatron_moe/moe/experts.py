@@ -22,6 +22,7 @@ from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product, experts_by_triton
 from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.parallel.groups import ranks_of_machine
 from megatron_moe.platform import host
+from megatron_moe.platform.autograd import Function
 from megatron_moe.platform.numerics import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig
 from megatron_moe.precision.contract import mixes_dtypes
@@ -66,7 +67,7 @@ def weighted_swiglu_backward(grad: Tensor, gate_up: Tensor, probs: Tensor) -> tu
     return grad_gate_up, grad_probs
 
 
-class _WeightedSwiGLU(torch.autograd.Function):
+class _WeightedSwiGLU(Function):
     """The activation as a function that saves its inputs alone and computes the sigmoid again in the backward pass.
 
     All arithmetic is in fp32 or wider, also under autocast, which would cast the dot product of the backward pass.

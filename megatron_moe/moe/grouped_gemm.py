@@ -14,6 +14,7 @@ from megatron_moe.engine.patching import replaced
 from megatron_moe.kernels import choice
 from megatron_moe.kernels.choice import has_kernel, is_watched
 from megatron_moe.platform import cpu_half_gemm, hardware, numerics
+from megatron_moe.platform.autograd import Function, once_differentiable
 from megatron_moe.platform.numerics import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext
 from megatron_moe.precision.contract import mixes_dtypes
@@ -74,7 +75,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 # ---- A gate's product.
 
 
-class _GateProduct(torch.autograd.Function):
+class _GateProduct(Function):
     """The gate's product, which saves the operands in their own dtypes, as other functions of the graph do.
 
     Autograd alone would save a copy of all hidden states in fp32. TF32 is not for it: ten bits of mantissa would choose
@@ -90,26 +91,26 @@ class _GateProduct(torch.autograd.Function):
         if half and dtype == torch.float32 and not hardware.on_cpu(hidden):
             # A product that adds in fp32 and returns fp32, which CUDA has. Products of half-precision numbers are exact
             # in fp32: the sums are those of operands that were cast first.
-            return torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=dtype).view(*hidden.shape[:-1], -1)
+            return torch.mm(hidden, weight.t(), out_dtype=dtype)
         with numerics.full_products():
             return F.linear(hidden.to(dtype), weight.to(dtype))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     @unaffected_by_autocast
     def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight = ctx.saved_tensors
         grad_hidden = grad_weight = None
         with numerics.full_products():
             if ctx.needs_input_grad[0]:
-                grad_hidden = torch.matmul(grad, weight.to(grad.dtype)).to(hidden.dtype)
+                grad_hidden = torch.mm(grad, weight.to(grad.dtype)).to(hidden.dtype)
             if ctx.needs_input_grad[1]:
-                rows = hidden.flatten(0, -2).to(grad.dtype)
+                rows = hidden.to(grad.dtype)
                 total = main_grad_of(ctx.parameter) if ctx.fused else None
                 if total is None:
-                    grad_weight = torch.mm(grad.flatten(0, -2).t(), rows).to(weight.dtype)
+                    grad_weight = torch.mm(grad.t(), rows).to(weight.dtype)
                 else:
-                    add_product(total, grad.flatten(0, -2).t(), rows)
+                    add_product(total, grad.t(), rows)
                     grad_weight = no_gradient(weight)
         return grad_hidden, grad_weight, None, None
 
@@ -128,7 +129,9 @@ def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool
     Returns:
         [..., N] in `dtype`. Gradients: summed in `dtype` and rounded once, to the dtypes of `hidden` and `weight`.
     """
-    return _GateProduct.apply(hidden, weight, dtype, fused)
+    if hidden.dim() == 2:
+        return _GateProduct.apply(hidden, weight, dtype, fused)
+    return _GateProduct.apply(hidden.flatten(0, -2), weight, dtype, fused).unflatten(0, hidden.shape[:-1])
 
 
 # ---- Products of groups of rows.
@@ -154,6 +157,8 @@ def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tenso
 
 def grouped_product(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
     """Return what `cpu_half_gemm.grouped_product` returns, on a CPU by the kernel in C where there is one."""
+    if not hardware.on_cpu(left):
+        return F.grouped_mm(left, right, offs=offsets)
     if not choice.takes_products(left, right):
         return cpu_half_gemm.grouped_product(left, right, offsets)
     if is_watched():  # by what would not see the kernel, and may change no bit
@@ -251,7 +256,7 @@ def added_to_main_grad(weights: Tensor, left: Tensor, right: Tensor, offsets: Te
     return True
 
 
-class _GroupedMM(torch.autograd.Function):
+class _GroupedMM(Function):
     """The grouped product of torch, whose own backward fails on gradients with strides of zero (those of a sum).
 
     leave_out: takes a function of the weights that computes their gradient, instead of having it computed.

@@ -14,9 +14,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_moe.config.setting import SCORE_FUNCTIONS
 from megatron_moe.engine.schedules import MoEAuxLossAutoScaler
-from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.options import MoEGroups, MoEOptions
-from megatron_moe.moe.routing import RoutedTokens, RoutingDecision
+from megatron_moe.moe.routing import RoutedTokens, RoutingDecision, count_tokens
 from megatron_moe.parallel.collectives import all_reduce_sum
 from megatron_moe.platform.protocols import AutogradContext
 
@@ -26,43 +25,6 @@ EXACT_FP32_INTEGER = 2**24
 
 class TokenCountError(RuntimeError):
     """An error for a step whose counts are not its tokens x K: some were lost, or counted twice."""
-
-
-@has_kernel("count_tokens")
-def count_tokens(
-    expert_ids: Tensor, num_experts: int, is_padding: Tensor | None = None, num_sequences: int = 1
-) -> Tensor:
-    """Return the number of tokens per sequence and expert, [B, E] int64, of a decision.
-
-    Args:
-        expert_ids: [T, K]; token t belongs to sequence t % B, as in the engine's [S, B] order.
-        num_experts: E.
-        is_padding: [T] bool, True for tokens that are not counted; None if none is padding.
-        num_sequences: B.
-    """
-    num_tokens = expert_ids.shape[0]
-    valid = (
-        torch.ones_like(expert_ids) if is_padding is None else (~is_padding).long().unsqueeze(-1).expand_as(expert_ids)
-    )
-    counts = torch.zeros(num_sequences * num_experts, dtype=torch.int64, device=expert_ids.device)
-    cell = expert_ids
-    if num_sequences > 1:
-        sequence = torch.arange(num_tokens, device=expert_ids.device) % num_sequences
-        cell = expert_ids + sequence.unsqueeze(-1) * num_experts
-    # Integer addition: atomics on a GPU may add in any order and still give the same bits, without a host sync.
-    return counts.scatter_add_(0, cell.flatten(), valid.flatten()).view(num_sequences, num_experts)
-
-
-@has_kernel("add_counts")
-def add_counts(
-    tokens_per_expert: Tensor, num_tokens: Tensor, expert_ids: Tensor, is_padding: Tensor | None = None
-) -> None:
-    """Add a decision's choices to the experts' counts [E] fp32, and its tokens to `num_tokens` [1] int64, in place.
-
-    expert_ids, is_padding: see `count_tokens`. Sums of whole numbers up to 2^24 are exact in any order.
-    """
-    tokens_per_expert += count_tokens(expert_ids, tokens_per_expert.shape[0], is_padding)[0]
-    num_tokens += expert_ids.shape[0] if is_padding is None else (~is_padding).sum()
 
 
 def requested_counts(routed: RoutedTokens) -> Tensor:

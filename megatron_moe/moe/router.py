@@ -15,7 +15,7 @@ from megatron_moe.config.setting import SCORE_FUNCTIONS
 from megatron_moe.engine.layers import MegatronModule
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.moe.grouped_gemm import gate_product
-from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, add_counts, requested_counts
+from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, requested_counts
 from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import (
     Choice,
@@ -96,7 +96,9 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         self.register_buffer("local_num_tokens", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.perturb = Jitter(options.input_jitter_eps or 0.0, options.router_dtype)
         self.score = SCORE_FUNCTIONS[options.score_function].scores
-        self.choose: Choice = partial(chosen_experts, options, self.groups)
+        self.choose: Choice | None = None  # by the scores, which the choice's kernel knows
+        if not options.chooses_by_score:
+            self.choose = partial(chosen_experts, options, self.groups)
         self.limit = ExpertCapacity(options, self.groups)
         self.aux_losses: AuxLosses | None = None
         if options.aux_losses or options.z_loss_coeff:
@@ -181,14 +183,20 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             is_padding = padding_mask.reshape(-1).bool()
         num_sequences = num_sequences or (hidden.shape[1] if hidden.dim() == 3 else 1)
         micro_batch = MicroBatch(is_padding, num_sequences, self.training, documents)
-        hidden = hidden.flatten(0, -2)
+        if hidden.dim() > 2:
+            hidden = hidden.flatten(0, -2)
         with without_autocast(hidden.device.type):
             hidden = self.perturb(hidden, self.training)
             logits = self.gate(hidden)
             scores = self.score(logits)
-            decision = route(logits, scores, self.expert_bias, self.options, micro_batch, self.choose)
-            decision = self.limit(decision, micro_batch)
             counted = self.training and torch.is_grad_enabled()
+            counts = None
+            if counted:
+                self.step.add(hidden.shape[0], where=f"layer {self.layer_number}")
+                if self.limit.factor is None:
+                    counts = (self.local_tokens_per_expert, self.local_num_tokens)
+            decision = route(logits, scores, self.expert_bias, self.options, micro_batch, self.choose, counts)
+            decision = self.limit(decision, micro_batch)
             routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)
             for see in self.observers:
                 see(self, routed)
@@ -217,13 +225,10 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             self.aux_losses.reset()
 
     def _balance(self, routed: RoutedTokens) -> RoutingDecision:
-        """Count the micro-batch, and attach its auxiliary losses to the decision."""
+        """Count what is beyond the experts' capacity, and attach the auxiliary losses to the decision."""
         decision, is_padding = routed.decision, routed.micro_batch.is_padding
-        self.step.add(decision.expert_ids.shape[0], where=f"layer {self.layer_number}")
-        if decision.kept is None:
-            add_counts(self.local_tokens_per_expert, self.local_num_tokens, decision.expert_ids, is_padding)
-            if self.aux_losses is None:
-                return decision
+        if decision.kept is None and self.aux_losses is None:
+            return decision
         requested = requested_counts(routed)
         if decision.kept is not None:
             requested_by_expert = requested.sum(dim=0)

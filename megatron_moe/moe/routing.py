@@ -22,11 +22,11 @@ from megatron_moe.config.setting import SCORE_FUNCTIONS
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.parallel.collectives import all_gather_rows, all_reduce_sum
+from megatron_moe.platform.autograd import Function, once_differentiable
 from megatron_moe.platform.protocols import AutogradContext
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """The properties of the T tokens that a router is given.
 
     is_padding: [T] bool, True for padding; None if no token is. num_sequences: B; token t is of sequence t % B, as in
@@ -69,8 +69,7 @@ class RoutingDecision(NamedTuple):
     ahead: tuple[Tensor, ...] | None = None
 
 
-@dataclass(frozen=True)
-class RoutedTokens:
+class RoutedTokens(NamedTuple):
     """One pass of a router over a micro-batch, for its observers and its load balancing.
 
     hidden: [T, H], the gate's input. logits, scores: [T, E]. decision: after the capacity, before the auxiliary losses
@@ -207,36 +206,126 @@ def expert_weights_backward(
     return torch.zeros_like(weighed).scatter(-1, ids, slope)
 
 
-class _ExpertWeights(torch.autograd.Function):
+Counts = tuple[Tensor, Tensor]
+"""The experts' choices [E] fp32 and the tokens [1] int64, to which `add_counts` adds."""
+
+
+@has_kernel("count_tokens")
+def count_tokens(
+    expert_ids: Tensor, num_experts: int, is_padding: Tensor | None = None, num_sequences: int = 1
+) -> Tensor:
+    """Return the number of tokens per sequence and expert, [B, E] int64, of a decision.
+
+    Args:
+        expert_ids: [T, K]; token t belongs to sequence t % B, as in the engine's [S, B] order.
+        num_experts: E.
+        is_padding: [T] bool, True for tokens that are not counted; None if none is padding.
+        num_sequences: B.
+    """
+    num_tokens = expert_ids.shape[0]
+    valid = (
+        torch.ones_like(expert_ids) if is_padding is None else (~is_padding).long().unsqueeze(-1).expand_as(expert_ids)
+    )
+    counts = torch.zeros(num_sequences * num_experts, dtype=torch.int64, device=expert_ids.device)
+    cell = expert_ids
+    if num_sequences > 1:
+        sequence = torch.arange(num_tokens, device=expert_ids.device) % num_sequences
+        cell = expert_ids + sequence.unsqueeze(-1) * num_experts
+    # Integer addition: atomics on a GPU may add in any order and still give the same bits, without a host sync.
+    return counts.scatter_add_(0, cell.flatten(), valid.flatten()).view(num_sequences, num_experts)
+
+
+@has_kernel("add_counts")
+def add_counts(
+    tokens_per_expert: Tensor, num_tokens: Tensor, expert_ids: Tensor, is_padding: Tensor | None = None
+) -> None:
+    """Add a decision's choices to the experts' counts [E] fp32, and its tokens to `num_tokens` [1] int64, in place.
+
+    expert_ids, is_padding: see `count_tokens`. Sums of whole numbers up to 2^24 are exact in any order.
+    """
+    tokens_per_expert += count_tokens(expert_ids, tokens_per_expert.shape[0], is_padding)[0]
+    num_tokens += expert_ids.shape[0] if is_padding is None else (~is_padding).sum()
+
+
+@has_kernel("choose_and_weigh")
+def choose_and_weigh(
+    ranked: Tensor,
+    expert_bias: Tensor | None,
+    weighed: Tensor,
+    logits: Tensor,
+    padding: Tensor | None,
+    options: MoEOptions,
+    counts: Counts | None,
+    *how: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return what `choose_experts` and then `expert_weights` return, and count the choices of tokens, in one.
+
+    All padding looks alike. Its rows, which weigh nothing, go to all experts in turn.
+
+    Args:
+        counts: what `add_counts` adds to; None: nothing is counted.
+        how: as in `expert_weights`; the others as there and in `choose_experts`.
+    """
+    ids = _apart(choose_experts(ranked, expert_bias, options), padding, ranked.shape[-1])
+    if counts is not None:
+        add_counts(*counts, ids, padding)
+    return ids, expert_weights(weighed, logits, ids, padding, *how)
+
+
+def _apart(expert_ids: Tensor, padding: Tensor | None, num_experts: int) -> Tensor:
+    """Return the experts of each token, with padding on all in turn."""
+    if padding is None:
+        return expert_ids
+    choice = torch.arange(expert_ids.numel(), device=expert_ids.device).view_as(expert_ids)
+    return torch.where(padding.unsqueeze(-1), choice % num_experts, expert_ids)
+
+
+class _ExpertWeights(Function):
+    """The experts and weights that `work` returns. The weights have a gradient, which is that of `weighed`."""
+
     @staticmethod
     def forward(
-        ctx: AutogradContext, weighed: Tensor, logits: Tensor, ids: Tensor, padding: Tensor | None, *how: Any
-    ) -> Tensor:
-        ctx.save_for_backward(weighed, ids, padding)
+        ctx: AutogradContext,
+        work: Callable[[], tuple[Tensor, Tensor]],
+        weighed: Tensor,
+        padding: Tensor | None,
+        how: tuple[bool, bool, float],
+    ) -> tuple[Tensor, Tensor]:
+        ids, probs = work()
         ctx.how = how
-        return expert_weights(weighed, logits, ids, padding, *how)
+        ctx.save_for_backward(weighed, ids, padding)
+        ctx.mark_non_differentiable(ids)
+        ctx.set_materialize_grads(False)  # of the experts: they would be zeros that nobody reads
+        return ids, probs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: AutogradContext, _: None, grad: Tensor) -> tuple[Tensor | None, ...]:
         weighed, ids, padding = ctx.saved_tensors
-        return expert_weights_backward(grad, weighed, ids, padding, *ctx.how), *(None,) * 6
+        return None, expert_weights_backward(grad, weighed, ids, padding, *ctx.how), None, None
 
 
-def weigh_experts(
-    logits: Tensor, scores: Tensor, expert_ids: Tensor, options: MoEOptions, is_padding: Tensor | None = None
-) -> Tensor:
-    """Return the weights [T, K] of the chosen experts, from unbiased scores; 0 for padding.
+def _weighing(options: MoEOptions) -> tuple[bool, bool, float]:
+    """Return the last arguments of `expert_weights`.
 
     A softmax over the chosen logits alone is the normalised softmax over all of them, and is exact where the sum of
     the chosen scores underflows; so that is what the softmax without `pre_softmax` uses.
     """
     softmax = options.score_function == "softmax" and not options.pre_softmax and options.norm_topk_prob
-    weighed = logits if softmax else scores
-    scaling = options.scaling_factor or 1.0
-    return _ExpertWeights.apply(
-        weighed, logits.detach(), expert_ids, is_padding, softmax, options.norm_topk_prob, scaling
-    )
+    return softmax, options.norm_topk_prob, options.scaling_factor or 1.0
+
+
+def weigh_experts(
+    logits: Tensor, scores: Tensor, expert_ids: Tensor, options: MoEOptions, is_padding: Tensor | None = None
+) -> Tensor:
+    """Return the weights [T, K] of the chosen experts, from unbiased scores; 0 for padding."""
+    how = _weighing(options)
+    weighed = logits if how[0] else scores
+
+    def work() -> tuple[Tensor, Tensor]:
+        return expert_ids, expert_weights(weighed, logits, expert_ids, is_padding, *how)
+
+    return _ExpertWeights.apply(work, weighed, is_padding, how)[1]
 
 
 def route(
@@ -245,9 +334,10 @@ def route(
     expert_bias: Tensor | None,
     options: MoEOptions,
     micro_batch: MicroBatch,
-    choose: Choice,
+    choose: Choice | None = None,
+    counts: Counts | None = None,
 ) -> RoutingDecision:
-    """Choose the experts of every token, and weigh them.
+    """Choose the experts of every token, weigh them, and count them.
 
     Args:
         logits, scores: [T, E], fp32 or fp64.
@@ -255,18 +345,25 @@ def route(
         options: the layer's options.
         micro_batch: the tokens' properties. The weights of padding are 0, so that it reaches no output and sends no
             gradient.
-        choose: the choice of experts, see `chosen_experts`.
+        choose: the choice of experts, see `chosen_experts`; None: the best ones by their scores.
+        counts: what is counted, see `choose_and_weigh`.
 
     Returns:
         The decision. The weights of a token with a logit that is not finite are NaN.
     """
-    expert_ids = choose(logits, scores, expert_bias, micro_batch)
-    if micro_batch.is_padding is not None:
-        # All padding looks alike. Its rows, which weigh nothing, go to all experts in turn.
-        choice = torch.arange(expert_ids.numel(), device=expert_ids.device).view_as(expert_ids)
-        expert_ids = torch.where(micro_batch.is_padding.unsqueeze(-1), choice % logits.shape[-1], expert_ids)
-    probs = weigh_experts(logits, scores, expert_ids, options, micro_batch.is_padding)
-    return RoutingDecision(expert_ids, probs)
+    padding, how = micro_batch.is_padding, _weighing(options)
+    weighed = logits if how[0] else scores
+
+    def work() -> tuple[Tensor, Tensor]:
+        if choose is None:
+            ranked = ranked_values(logits, scores, options)
+            return choose_and_weigh(ranked, expert_bias, weighed, logits, padding, options, counts, *how)
+        ids = _apart(choose(logits, scores, expert_bias, micro_batch), padding, logits.shape[-1])
+        if counts is not None:
+            add_counts(*counts, ids, padding)
+        return ids, expert_weights(weighed, logits, ids, padding, *how)
+
+    return RoutingDecision(*_ExpertWeights.apply(work, weighed, padding, how))
 
 
 # Sinkhorn's normalisation makes the experts be chosen about equally often within a micro-batch. It is S-BASE (arXiv

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.parallel.collectives import exchange_rows, room_for_rows, weights_behind
 from megatron_moe.platform import hardware
+from megatron_moe.platform.autograd import Function
 from megatron_moe.platform.protocols import AutogradContext
 
 
@@ -34,7 +35,7 @@ def spread_rows(
     copies: Tensor,
     copy_weights: Tensor | None,
 ) -> None:
-    """Write copies of rows [T, ...], and of weights [N], into `copies` [R, ...] and `copy_weights` [R].
+    """Write copies of rows [T, ...], and of weights [N] or [T, K], into `copies` [R, ...] and `copy_weights` [R].
 
     All but the tables may be views of packed rows: see `room_for_rows`.
 
@@ -45,7 +46,7 @@ def spread_rows(
     """
     torch.index_select(rows, 0, source, out=copies)
     if weights is not None and copy_weights is not None:
-        torch.index_select(weights, 0, order, out=copy_weights)
+        torch.index_select(weights.flatten(), 0, order, out=copy_weights)
 
 
 @has_kernel("add_up_rows")
@@ -95,7 +96,7 @@ Do = Callable[..., tuple[Tensor, ...]]
 """Takes a step and its tensors, and returns the step's results."""
 
 
-class _Step(torch.autograd.Function):
+class _Step(Function):
     """A step as a node of the graph. What it needs in backward are its own tables."""
 
     @staticmethod
@@ -119,7 +120,7 @@ class _SumCopies(_Step):
 in_graph: Do = _Step.apply
 
 
-class Way(torch.autograd.Function):
+class Way(Function):
     """Several steps as one node: those that `work` does with the `Do` it is given. tensors: of the first step."""
 
     @staticmethod
@@ -266,7 +267,7 @@ class WeightedCopies:
 
     def operands(self, rows: Tensor, weights: Tensor) -> Operands:
         """Return what `spread_rows` reads."""
-        return rows, weights.flatten(), self.sort.order, self.sort.source, self.sort.slots
+        return rows, weights.contiguous(), self.sort.order, self.sort.source, self.sort.slots
 
     def backward(self, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, Tensor]:
         slots = self.sort.slots
@@ -288,7 +289,7 @@ class Packed(WeightedCopies):
 
     def forward(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         whole = room_for_rows(self.sort.order.shape[0], self.hidden, rows, weights)
-        self.copy(rows, weights, whole[:, : self.hidden], weights_behind(whole, self.dtype))
+        self.copy(rows, weights, whole.narrow(1, 0, self.hidden), weights_behind(whole, self.dtype))
         return (whole,)
 
     def backward(self, whole: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -329,9 +330,11 @@ class Unpacked:
         return arrived.narrow(1, 0, self.hidden), weights, self.order, self.order, self.inverse.unsqueeze(1)
 
     def backward(self, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor]:
-        inverse, weights_grad = self.inverse, weights_grad.to(self.dtype)
+        inverse = self.inverse
+        if weights_grad.dtype != self.dtype:
+            weights_grad = weights_grad.to(self.dtype)
         whole = room_for_rows(inverse.shape[0], self.hidden, grad, weights_grad)
-        into = (whole[:, : self.hidden], weights_behind(whole, self.dtype))
+        into = (whole.narrow(1, 0, self.hidden), weights_behind(whole, self.dtype))
         spread_rows(grad, weights_grad, inverse, inverse, self.order.unsqueeze(1), *into)
         return (whole,)
 

@@ -64,7 +64,7 @@ def room_for_rows(num_rows: int, hidden: int, rows: Tensor, weights: Tensor) -> 
 
 def weights_behind(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a view [R] of the weights in `room_for_rows`: the last bytes of each row, as `dtype`."""
-    return packed.view(dtype)[:, -1]
+    return packed.view(dtype).select(1, -1)
 
 
 def _gather(rows: Tensor, group: ProcessGroup) -> Tensor:

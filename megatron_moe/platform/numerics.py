@@ -209,13 +209,22 @@ def facts(deterministic: bool) -> dict[str, str]:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+# The layers ask at every pass: what these functions return, torch.backends' attributes return in several times as long.
+_precision_of = torch._C._get_fp32_precision_getter
+_is_any_autocast_on = torch._C._is_any_autocast_enabled
+_NOT_ROUNDED = ("ieee", "none")  # "none": not set, nor anything that it inherits
+
+
+def full_products() -> AbstractContextManager[None]:
+    """Return a block in which fp32 numbers are multiplied as they are, also in a run with `--allow-tf32`."""
+    if _precision_of("cuda", "matmul") in _NOT_ROUNDED and _precision_of("mkldnn", "matmul") in _NOT_ROUNDED:
+        return nullcontext()
+    return _products_without_tf32()
+
+
 @contextmanager
-def full_products() -> Iterator[None]:
-    """Multiply fp32 numbers in the block as they are, also in a run with `--allow-tf32`."""
+def _products_without_tf32() -> Iterator[None]:
     value = _PRODUCTS.read()
-    if value == _FULL:
-        yield
-        return
     _PRODUCTS.write(_FULL)
     try:
         yield
@@ -228,7 +237,7 @@ _has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 def is_autocast_on(device_type: str) -> bool:
     """Return whether operations on this type of device ("cpu", "cuda") are under autocast now; "meta" is not."""
-    return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
+    return _is_any_autocast_on() and _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -245,6 +254,8 @@ def unaffected_by_autocast(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def run(ctx: AutogradContext, *args: Any) -> Any:
+        if not _is_any_autocast_on():
+            return function(ctx, *args)
         for value in args:
             if isinstance(value, Tensor):
                 break

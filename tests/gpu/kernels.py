@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron_moe.engine.adam import Adam
 from megatron_moe.kernels import choice
 from megatron_moe.model.mla import _JoinPositions
-from megatron_moe.moe import load_balance
 from megatron_moe.moe import routing as own
 from megatron_moe.moe import rows as moves
 from megatron_moe.optim.adam import adam_update
@@ -68,8 +67,8 @@ def routing(stage: Stage, size: int) -> None:
             wanted = own.choose_experts(ranked, bias, how)
             stage.holds(f"router, {name}: the choice", torch.equal(ids.cpu(), wanted), "experts differ")
             for sequences in (1, 37):
-                counts = load_balance.count_tokens(ids, experts, there[2], sequences).cpu()
-                right = load_balance.count_tokens(wanted, experts, padding, sequences)
+                counts = own.count_tokens(ids, experts, there[2], sequences).cpu()
+                right = own.count_tokens(wanted, experts, padding, sequences)
                 stage.holds(f"router, {name}: counts of {sequences}", torch.equal(counts, right), "counts differ")
             exact, found = (
                 _weights(*tensors, how, generator.manual_seed(1))

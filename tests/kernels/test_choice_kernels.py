@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_moe.model import cross_entropy, mla
-from megatron_moe.moe import experts, grouped_gemm, load_balance, routing
+from megatron_moe.moe import experts, grouped_gemm, routing
 from megatron_moe.moe import rows as moves
 from megatron_moe.parallel.collectives import room_for_rows, weights_behind
 from tests.kernels.compiled_kernels import all_kernels
@@ -70,11 +70,12 @@ def choices(tokens: int, topk: int, num_experts: int, kind: str) -> torch.Tensor
 
 # (T, K, E): one part of the sort and several, one step of a part and several, experts without rows.
 SORTS = [(37, 4, 8, ""), (33, 8, 64, ""), (1, 1, 1, ""), (0, 2, 4, ""), (33, 2, 5, "all on one")]
-SORTS += [(4, 8, 32, "one row each"), (270, 1, 3, "")]
+SORTS += [(4, 8, 32, "one row each"), (600, 1, 3, "")]
 
 
 @pytest.mark.parametrize(("tokens", "topk", "num_experts", "kind"), SORTS)
-def test_choices_are_sorted_by_expert(fused, tokens, topk, num_experts, kind):
+def test_choices_are_sorted_by_expert(fused, tokens, topk, num_experts, kind, monkeypatch):
+    monkeypatch.setattr("megatron_moe.kernels.triton_dispatch.MOST_PARTS", 2)
     ids = choices(tokens, topk, num_experts, kind)
     for real, partial in ((num_experts, False), (num_experts - 1, True)):  # all experts, and without the last one's
         found, wanted = (sort(ids, real, partial) for sort in (fused.sort_by_expert, eager(moves.sort_by_expert)))
@@ -148,17 +149,23 @@ def test_experts_are_chosen_weighed_and_counted(fused, name):
     ids = fused.choose_experts(ranked, bias, how)
     assert torch.equal(ids, eager(routing.choose_experts)(ranked, bias, how))
     for sequences in (1, 3):
-        wanted = eager(load_balance.count_tokens)(ids, num_experts, padding, sequences)
+        wanted = eager(routing.count_tokens)(ids, num_experts, padding, sequences)
         assert torch.equal(fused.count_tokens(ids, num_experts, padding, sequences), wanted)
     found, wanted = ((torch.full((num_experts,), 5.0), torch.tensor([7])) for _ in range(2))
     fused.add_counts(*found, ids, padding)
-    eager(load_balance.add_counts)(*wanted, ids, padding)
+    eager(routing.add_counts)(*wanted, ids, padding)
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     softmax = how.score_function == "softmax" and not how.pre_softmax
     weighed = logits if softmax else scores
     settings = (padding, softmax, how.norm_topk_prob, how.scaling_factor or 1.0)
     grad = torch.randn(ids.shape, generator=generator)
     exact = eager(routing.expert_weights)(weighed.double(), logits.double(), ids, *settings)
+    for counts in (None, (torch.full((num_experts,), 5.0), torch.tensor([7]))):
+        both = fused.choose_and_weigh(ranked, bias, weighed, logits, padding, how, counts, *settings[1:])
+        same = ids if padding is None else routing._apart(ids, padding, num_experts)
+        probs = fused.expert_weights(weighed, logits, same, *settings)
+        assert torch.equal(both[0], same) and torch.equal(both[1], probs)
+    assert all(torch.equal(one, other) for one, other in zip(counts, wanted, strict=True))
     assert torch.allclose(fused.expert_weights(weighed, logits, ids, *settings).double(), exact, rtol=1e-6, atol=1e-7)
     slope = eager(routing.expert_weights_backward)(grad.double(), weighed.double(), ids, *settings)
     found = fused.expert_weights_backward(grad, weighed, ids, *settings)
