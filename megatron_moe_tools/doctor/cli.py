@@ -26,6 +26,7 @@ from megatron_moe_tools.doctor.layouts import (
     LayoutChoice,
     choose,
     default_choice,
+    documents_choice,
     model,
     names_of,
     oracle_run,
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the doctor's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
         prog=NAME,
-        usage="%(prog)s [--json FILE] [--layouts NAME ...] [--ranks 4|8] [the run's flags]",
+        usage="%(prog)s [--json FILE] [--layouts NAME ...] [--ranks 4|8] [--documents [--hf FOLDER]] [the run's flags]",
         description="Does this model train the same under every layout? A small copy of it makes some steps on gloo "
         "ranks of this machine, and everything that comes out is compared with one process.",
         epilog="Exit status: 0 all layouts agree; 1 one differs or fails; 2 a mistake in the flags. Other flags, such "
@@ -78,6 +79,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="a layout that takes longer has hung [s] (default: 120)",
     )
+    p.add_argument(
+        "--documents",
+        action="store_true",
+        help="test instead that documents of a sequence do not see each other, with --reset-attention-mask: what one "
+        "changes reaches no other, to the bit, in any layer, forward or backward",
+    )
+    p.add_argument("--hf", metavar="FOLDER", help="with --documents: test a folder's transformers model instead")
     p.add_argument("--list", action="store_true", help="list the layouts and stop")
     return p
 
@@ -92,6 +100,8 @@ def _main(argv: list[str]) -> int:
     if flags.steps < 1 or not 0 < flags.timeout <= threading.TIMEOUT_MAX:
         raise ConfigError(f"--steps {flags.steps} --timeout {flags.timeout:g}: both have to be above 0, and finite")
     require_writable("--json", flags.json)
+    if flags.hf is not None:
+        return _documents_of_folder(flags, rest)
     if rest:
         own = compat.parse(rest, filled_in)
         # The rules of a real start, on the smallest number of ranks that the flags allow.
@@ -107,9 +117,14 @@ def _main(argv: list[str]) -> int:
     else:
         own, copy = model("demo")
         choice = default_choice(flags.ranks, flags.layouts)
+    given = choice
+    if flags.documents:
+        choice = documents_choice(choice, own.data.reset_position_ids)
     if flags.list:
         say("\n".join(names_of(choice.layouts)))
         return SAME
+    if flags.documents:
+        return _documents(given, choice, flags)
     # Not before the flags are right: loading torch takes seconds.
     from megatron_moe_tools.doctor.compare import details
 
@@ -124,6 +139,40 @@ def _main(argv: list[str]) -> int:
         replace_json(Path(flags.json), report.as_dict())
         say(f"wrote {flags.json}")
     return DIFFERENT if report.failed else SAME
+
+
+def _documents(given: LayoutChoice, choice: LayoutChoice, flags: argparse.Namespace) -> int:
+    """Look for leaks between documents under every layout, and return the exit status."""
+    from megatron_moe_tools.doctor.leaks import details_of_leaks, exempted, find_leaks
+
+    began = time.monotonic()
+    for text in exempted(given):
+        say(text)
+    findings = find_leaks(choice, flags.timeout)
+    for text in details_of_leaks(findings):
+        say(text)
+    say(f"{time.monotonic() - began:.0f} s")
+    if flags.json is not None:
+        refused = [{"layout": layout.name, "rule": rule} for layout, rule in choice.refused]
+        layouts = [finding.as_dict() for finding in findings]
+        replace_json(Path(flags.json), {"layouts": layouts, "refused": refused, "versions": versions()})
+        say(f"wrote {flags.json}")
+    return SAME if all(finding.good for finding in findings) else DIFFERENT
+
+
+def _documents_of_folder(flags: argparse.Namespace, rest: list[str]) -> int:
+    """Look for leaks between documents in a transformers model, and return the exit status."""
+    if not flags.documents or rest or flags.layouts or flags.list:
+        raise ConfigError("--hf FOLDER: goes with --documents, without layouts or a run's flags")
+    from megatron_moe_tools.doctor.leaks import details_of_leaks, leaks_of_folder
+
+    finding = leaks_of_folder(Path(flags.hf))
+    for text in details_of_leaks([finding]):
+        say(text)
+    if flags.json is not None:
+        replace_json(Path(flags.json), {"layouts": [finding.as_dict()], "refused": [], "versions": versions()})
+        say(f"wrote {flags.json}")
+    return SAME if finding.good else DIFFERENT
 
 
 def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds: float) -> DoctorReport:

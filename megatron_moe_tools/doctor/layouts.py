@@ -197,6 +197,60 @@ def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> L
     return _chosen(layouts, wanted, ", ".join(in_use))
 
 
+PACKED_LENGTH = 32
+"""Tokens of a sequence with several documents."""
+
+
+def documents_choice(choice: LayoutChoice, restart: bool = False) -> LayoutChoice:
+    """Return one process of each model and the layouts of several ranks, with documents that do not see each other.
+
+    Auxiliary losses are left out: they are meant to see all tokens. So is what `mixed_by_routing` names.
+
+    Args:
+        restart: whether positions start again with each document.
+    """
+    layouts, alone = [], set()
+    for layout in choice.layouts:
+        if layout.ranks == 1:
+            if layout.model in alone:
+                continue
+            alone.add(layout.model)
+            flags = dict(layout.flags)
+            for name in ("micro_batch_size", "calculate_per_token_loss"):
+                flags.pop(name, None)
+            layout = dataclasses.replace(layout, name=f"one-process+{layout.model or 'own'}", flags=flags)
+        layouts.append(_apart(layout, restart))
+    return _chosen(layouts, (), choice.reduced_from)
+
+
+def _apart(layout: Layout, restart: bool) -> Layout:
+    copy, flags = layout.copy, dict(layout.flags)
+    model_ranks = 1
+    for kind in ("TP", "PP", "CP"):
+        model_ranks *= flags.get(_SIZES[kind]) or 1
+    settings: dict[str, Any] = {"reset_attention_mask": True, "reset_position_ids": restart}
+    settings["seq_length"] = PACKED_LENGTH
+    # two micro-batches
+    settings["global_batch_size"] = 2 * copy.training.micro_batch_size * (layout.ranks // model_ranks)
+    if copy.precision.fp16:
+        settings["initial_loss_scale"] = 1.0
+    if copy.moe.num_experts is not None:
+        settings |= {"moe_router_load_balancing_type": ("none",), "moe_aux_loss_coeff": (0.0,)}
+        settings |= {"moe_z_loss_coeff": None, "moe_expert_capacity_factor": None}
+        settings["moe_pad_expert_input_to_capacity"] = flags["moe_pad_expert_input_to_capacity"] = False
+    return dataclasses.replace(layout, copy=replace(copy, **settings), flags=flags)
+
+
+def mixed_by_routing(run: Run) -> list[str]:
+    """Return the flags with which tokens compete for experts, so that a document's choices depend on the others."""
+    found = []
+    if run.moe.num_experts is not None and run.moe.moe_expert_capacity_factor is not None:
+        found.append(f"--moe-expert-capacity-factor {run.moe.moe_expert_capacity_factor:g}")
+    if run.moe.num_experts is not None and "sinkhorn" in run.moe.moe_router_load_balancing_type:
+        found.append("--moe-router-load-balancing-type sinkhorn")
+    return found
+
+
 def _chosen(layouts: list[Layout], wanted: Sequence[str], reduced_from: str) -> LayoutChoice:
     """Choose the layouts whose name, with or without "+model", matches a wanted pattern and which the rules accept.
 
