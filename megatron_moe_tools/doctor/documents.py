@@ -142,6 +142,7 @@ class Leak:
         error: the largest difference of an element, or the largest gradient.
         deaf: whether tokens of the changed document did not change, which should have seen it.
         rank: which rank saw it.
+        order: how many outputs of this rank come before it in the forward pass.
     """
 
     name: str
@@ -153,6 +154,7 @@ class Leak:
     error: float
     deaf: bool = False
     rank: int = 0
+    order: int = 0
 
     def shown(self) -> str:
         """Return the leak in one line."""
@@ -201,6 +203,7 @@ class Comparison:
     allowed: float = 0.0
     change: Change | None = None
     outputs: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    order: dict[str, int] = field(default_factory=dict)
     leaks: list[Leak] = field(default_factory=list)
     compared: int = 0
 
@@ -215,6 +218,7 @@ class Comparison:
         """
         if self.change is None:
             self.outputs[key] = output.detach().clone()
+            self.order.setdefault(key[0], len(self.order))
             return
         before = self.outputs[key]
         difference = (output.detach().double() - before.double()).abs().flatten(2).amax(-1)
@@ -243,27 +247,26 @@ class Comparison:
         row, column = wrong.nonzero()[0].tolist()
         largest = float(error[wrong].max())
         sample, place = tokens.samples[column], int(tokens.places[row])
-        self.leaks.append(Leak(name, backward, self.change, int(wrong.sum()), sample, place, largest, deaf))
+        number, order = int(wrong.sum()), self.order[name]
+        self.leaks.append(Leak(name, backward, self.change, number, sample, place, largest, deaf, order=order))
 
 
-_ORDER = ("embedding", "decoder", "mtp", "output_layer", "loss")
-_PARTS = ("self_attention", "router", "mlp")
+_GROUPS = {"embedding": 0, "mtp": 2, "output_layer": 3, "loss": 4}
 
 
-def depth(name: str) -> tuple[int, int, int]:
-    """Return where an output comes in the forward pass: part of the model, layer, part of the layer."""
-    first, last = name.partition(".")[0], name.rpartition(".")[2]
-    numbers = [int(word) for word in name.split(".") if word.isdigit()]
-    part = _PARTS.index(last) if last in _PARTS else len(_PARTS)
-    return (_ORDER.index(first) if first in _ORDER else 1), (numbers or [0])[0], part
+def depth(leak: Leak) -> tuple[int, int, int]:
+    """Return where its output comes in the forward pass: part of the model, layer, order on its rank."""
+    words = leak.name.split(".")
+    layer = next((int(word) for word in words if word.isdigit()), 0)
+    return _GROUPS.get(words[0], 1), layer, leak.order
 
 
 def first_leak(leaks: Sequence[Leak]) -> Leak:
     """Return the leak that others follow from: the first one of a forward pass, the last one of a backward pass."""
     forward = [leak for leak in leaks if not leak.backward]
     if forward:
-        return min(forward, key=lambda leak: depth(leak.name))
-    return max(leaks, key=lambda leak: depth(leak.name))
+        return min(forward, key=depth)
+    return max(leaks, key=depth)
 
 
 # ---- The probe of a run's model on a rank.
@@ -316,7 +319,7 @@ def probe(request: DocumentsRequest, passes: Sequence[Change] | None = None) -> 
                 run_micro_batches(
                     chunks,
                     batches,
-                    finalize_model_grads,
+                    _finalize,
                     num_micro_batches=run.derived.num_microbatches(world_size),
                     micro_batch_size=size,
                     seq_length=run.model.seq_length,
@@ -329,9 +332,13 @@ def probe(request: DocumentsRequest, passes: Sequence[Change] | None = None) -> 
             leak.rank = dist.get_rank()
         return {"leaks": list(map(asdict, found.leaks)), "compared": found.compared, "passes": len(passes)}
     finally:
-        for chunk in chunks:  # see `measure.measure`
-            vars(chunk).clear()
+        for built in chunks:  # see `measure.measure`
+            vars(built).clear()
         groups.destroy()
+
+
+def _finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, **options: Any) -> None:
+    finalize_model_grads(chunks, num_tokens, **options)
 
 
 class _Watch:
@@ -389,7 +396,7 @@ class _ChunkWatch:
         self._depths = model.config.mtp_num_layers or 0
 
     def hook(self, stack: ExitStack) -> None:
-        """Hook the chunk and everything in it that is watched, until the stack is closed."""
+        """Add hooks to the chunk and to everything in it that is watched; the stack removes them."""
 
         def hooked(handle: Any) -> None:
             stack.callback(handle.remove)
@@ -443,12 +450,15 @@ class _ChunkWatch:
             if tensor.dim() != 3:  # the losses of a fused output layer
                 return
             tokens = self._tokens(number, tensor.shape[0])
+            # A further prediction embeds the tokens ahead, on a stage that may embed no others, and has logits.
+            further = call + (name == "embedding" and not self._model.pre_process)
+            shown = f"mtp.layers.{further - 1}.{name}" if further else name
             if not recomputed:
-                ahead = call or self._ahead(name)
+                ahead = further or self._ahead(name)
                 sees = name.endswith("self_attention") and not name.startswith("mtp.")
-                self._watch.found.see((name, number, call), tensor, tokens, ahead, sees)
+                self._watch.found.see((shown, number), tensor, tokens, ahead, sees)
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self._watch.found.see_gradient(name, gradient, tokens))
+                tensor.register_hook(lambda gradient: self._watch.found.see_gradient(shown, gradient, tokens))
 
         return see
 

@@ -195,7 +195,7 @@ def leaks_of_model(model: Any) -> LeakFinding:
             if not isinstance(tensor, Tensor) or tensor.shape[:2] != ids.shape:
                 return
             rows = tensor.transpose(0, 1)
-            found.see((of,), rows, tokens, sees=of.endswith(("self_attn", "attention")))
+            found.see((of,), rows, tokens)
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: found.see_gradient(of, gradient.transpose(0, 1), tokens))
 
