@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
+from torch.utils.hooks import RemovableHandle
 
 from megatron_moe.config.schema import Run, build
 from megatron_moe.data.batches import DOCUMENTS, PLACES, Batch, batch_iterators
@@ -58,6 +59,16 @@ class Change(NamedTuple):
     token: int
     end: int
     causal: bool
+
+    @property
+    def changed(self) -> slice:
+        """The tokens that change."""
+        return slice(self.token, self.token + 1) if self.causal else slice(self.token, self.end)
+
+    @property
+    def trained(self) -> slice:
+        """The tokens with a loss."""
+        return slice(self.first, self.token) if self.causal else slice(self.first, self.end)
 
     def shown(self) -> str:
         """Return words for what was changed."""
@@ -114,9 +125,8 @@ class PackedSamples(Dataset):
         if (change := self.change) is not None:
             mask.zero_()
             if change.sample == index:
-                changed = slice(change.token, change.token + 1 if change.causal else change.end)
-                tokens[changed] = (tokens[changed] + 7) % self._vocab_size
-                mask[change.first : change.token if change.causal else change.end] = 1.0
+                tokens[change.changed] = (tokens[change.changed] + 7) % self._vocab_size
+                mask[change.trained] = 1.0
         return {
             "tokens": tokens[:-1],
             "labels": tokens[1:],
@@ -193,7 +203,7 @@ class Tokens(NamedTuple):
 
 
 @dataclass
-class Comparison:
+class WatchedOutputs:
     """The outputs of the first pass, and how those of a later one differ.
 
     Attributes:
@@ -223,7 +233,7 @@ class Comparison:
         before = self.outputs[key]
         difference = (output.detach().double() - before.double()).abs().flatten(2).amax(-1)
         hidden = tokens.hidden_from(self.change, ahead)
-        limit = self.allowed * float(before.double().abs().max()) if self.allowed else 0.0
+        limit = self.allowed * float(before.double().abs().max())
         # not "above the limit": a difference that is no number is a leak
         self._found(key[0], ~(difference <= limit) & hidden, difference, tokens, backward=False)
         if sees and self.change.causal:
@@ -297,7 +307,7 @@ def probe(request: DocumentsRequest, passes: Sequence[Change] | None = None) -> 
     """
     run, chunks = request.run, []
     assert run.model.vocab_size is not None, "a request says how many tokens there are"
-    passes = list(changes()) if passes is None else passes
+    passes = list(passes or changes())
     try:
         pg_collection = groups.initialize(run)
         if run.moe.moe_alltoall_by_node:
@@ -342,7 +352,7 @@ def _finalize(chunks: list[torch.nn.Module], num_tokens: Tensor | None = None, *
 
 
 class _Watch:
-    """Hooks on the chunks of a rank that hand every output to a `Comparison`.
+    """Hooks on the chunks of a rank that hand every output to a `WatchedOutputs`.
 
     Forward passes of a chunk run in the order of its micro-batches, and so do backward passes, in which layers may be
     recomputed: the n-th pass of a layer outside its chunk's forward is that of micro-batch n.
@@ -350,7 +360,7 @@ class _Watch:
 
     def __init__(self, chunks: Sequence[torch.nn.Module], samples: PackedSamples, run: Run, pg: ProcessGroups) -> None:
         self._chunks, self._samples, self._run, self._pg = chunks, samples, run, pg
-        self.found = Comparison()
+        self.found = WatchedOutputs()
         self._choices: dict[tuple[str, int], Tensor] = {}
 
     @contextmanager
@@ -398,13 +408,15 @@ class _ChunkWatch:
     def hook(self, stack: ExitStack) -> None:
         """Add hooks to the chunk and to everything in it that is watched; the stack removes them."""
 
-        def hooked(handle: Any) -> None:
+        def hooked(handle: RemovableHandle) -> None:
             stack.callback(handle.remove)
 
         hooked(self._model.register_forward_pre_hook(self._enter))
         hooked(self._model.register_forward_hook(self._leave))
         for path, module in self._model.named_modules():
-            name = global_name(self._model, f"{path}.").removesuffix(".") if path else ""
+            if not path:
+                continue
+            name = global_name(self._model, f"{path}.").removesuffix(".")
             if path in ("embedding", "output_layer") or _is_layer(module):
                 hooked(module.register_forward_hook(self._watched(name)))
             if _is_layer(module):
@@ -414,10 +426,10 @@ class _ChunkWatch:
                 choose, module.choose = module.choose, self._choice(name, module.choose)
                 stack.callback(setattr, module, "choose", choose)
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, *_: object) -> None:
         self._inside, self._calls = True, {}
 
-    def _leave(self, _: Any, __: Any, output: Tensor) -> None:
+    def _leave(self, _: object, __: object, output: Tensor) -> None:
         self._inside = False
         if not self._model.post_process:
             return
@@ -443,8 +455,8 @@ class _ChunkWatch:
         return self._depths if name.startswith("mtp.") else 0
 
     def _watched(self, name: str) -> Callable[..., None]:
-        def see(_: Any, __: Any, output: Any) -> None:
-            tensor: Tensor = output[0] if isinstance(output, tuple) else output
+        def see(_: object, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            tensor = first_tensor(output)
             recomputed = not self._inside
             number, call = self._number(name)
             if tensor.dim() != 3:  # the losses of a fused output layer
@@ -470,6 +482,11 @@ class _ChunkWatch:
             return self._watch.chosen(name, number, own, tokens, self._ahead(name))
 
         return chosen
+
+
+def first_tensor(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Return what a module returns, without the biases and caches that may come with it."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _is_layer(module: torch.nn.Module) -> bool:

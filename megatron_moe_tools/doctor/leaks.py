@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,12 @@ from megatron_moe.io.program import say
 from megatron_moe_tools.doctor.documents import (
     PACKINGS,
     Change,
-    Comparison,
     Leak,
     Tokens,
+    WatchedOutputs,
     changes,
     first_leak,
+    first_tensor,
     first_tokens,
     probe_into,
 )
@@ -65,7 +66,9 @@ class LeakFinding:
             return f"{head} FAILED{tail}"
         if self.leaks:
             return f"{head} LEAKS: {leaks_at(self.leaks)}{tail}"
-        how = "to the bit" if not self.allowed else f"to {self.allowed:.0e}"
+        how = "to the bit"
+        if self.allowed:
+            how = f"to {self.allowed:.0e}"
         return f"{head} apart: {self.compared} outputs and gradients in {self.passes} passes, {how}{tail}"
 
 
@@ -179,7 +182,7 @@ def leaks_of_model(model: Any) -> LeakFinding:
     began, name = time.monotonic(), type(model).__name__
     model.eval()  # without dropout
     has_experts = any(getattr(module, "experts", None) is not None for module in model.modules())
-    found = Comparison(allowed=ROUNDING if has_experts else 0.0)
+    found = WatchedOutputs(allowed=has_experts * ROUNDING)
     length = sum(PACKINGS[0])
     documents = torch.stack([first_tokens(lengths, length) for lengths in PACKINGS])
     tokens = Tokens(list(range(len(PACKINGS))), documents, torch.arange(length))
@@ -189,9 +192,9 @@ def leaks_of_model(model: Any) -> LeakFinding:
     begins = torch.where(documents < 0, documents.amax(1, keepdim=True) + PACKINGS[-1][-1], documents)
     positions = torch.arange(length) - begins
 
-    def watched(of: str) -> Any:
-        def see(_: Any, __: Any, output: Any) -> None:
-            tensor = output[0] if isinstance(output, tuple) else output
+    def watched(of: str) -> Callable[..., None]:
+        def see(_: object, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            tensor = first_tensor(output)
             if not isinstance(tensor, Tensor) or tensor.shape[:2] != ids.shape:
                 return
             rows = tensor.transpose(0, 1)
@@ -211,12 +214,12 @@ def leaks_of_model(model: Any) -> LeakFinding:
         for change in (None, *passes):
             found.change, changed = change, ids.clone()
             if change is not None:
-                at = slice(change.token, change.token + 1 if change.causal else change.end)
-                changed[change.sample, at] = (changed[change.sample, at] + 7) % model.config.vocab_size
+                row = changed[change.sample]
+                row[change.changed] = (row[change.changed] + 7) % model.config.vocab_size
             logits = model(input_ids=changed, position_ids=positions, use_cache=False).logits
             found.see(("output_layer",), logits.transpose(0, 1), tokens)
             if change is not None:
-                of = logits[change.sample, change.first : change.token if change.causal else change.end]
+                of = logits[change.sample, change.trained]
                 of.float().log_softmax(-1)[..., 0].sum().backward()
                 model.zero_grad()
     finally:
