@@ -7,6 +7,9 @@ model is the one that our converter would write, with its grouped product for th
 does not have our losses in the first steps does not race. Ours does all that a step of a run does: it looks for
 numbers that are not finite, counts tokens, moves expert_bias (by nothing here: transformers has no such update).
 Steps are interleaved.
+
+With --mean-document-length ours races itself instead: a sequence as one document next to documents that do not see each
+other.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +34,8 @@ from safetensors.torch import save_file
 import megatron_moe  # noqa: F401  (adapts the engine to the machine before it is imported)
 from megatron_moe import platform
 from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.schema import Run, build
-from megatron_moe.data.batches import batch_iterators
+from megatron_moe.config.schema import Run, build, replace
+from megatron_moe.data.batches import DOCUMENTS, batch_iterators
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.hf.config import config_of
@@ -95,12 +98,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cpu-time", action="store_true", help="count processor seconds; for --threads 1")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a step (default: 2048)")
     parser.add_argument("--seq-length", type=int, default=256, help="default: 256")
+    parser.add_argument("--mean-document-length", type=int, metavar="TOKENS", help="race documents apart with ours")
     parser.add_argument("--vocab", type=int, default=4096, help="vocabulary (default: 4096)")
     return parser.parse_args(argv)
 
 
 def _compare(args: argparse.Namespace, run: Run, pg_collection: Any) -> int:
     our_step, tensors, batches = ours(run, pg_collection)
+    if args.mean_document_length is not None:
+        apart, *_ = ours(replace(run, reset_attention_mask=True), pg_collection, args.mean_document_length)
+        ready = {"a sequence, one document": our_step, "documents apart": apart}
+        for _ in range(COMPARED):
+            our_step(), apart()
+        _report(args, run, _race(ready, args.rounds, time.process_time if args.cpu_time else time.perf_counter))
+        return 0
     contestants = {f"megatron_moe, {args.dtype}": our_step}
     contestants["transformers, fp32"] = transformers_step(run, tensors, batches(), False)
     if run.precision.bf16 and cpu_half_gemm.multiply_in_fp32(torch.empty(0, dtype=torch.bfloat16)):
@@ -109,13 +120,16 @@ def _compare(args: argparse.Namespace, run: Run, pg_collection: Any) -> int:
         contestants["transformers, autocast to bf16"] = transformers_step(run, tensors, batches(), True)
     wrong = _train_something_else(contestants, TOLERANCE[args.dtype])
     ready = {name: step for name, step in contestants.items() if name not in wrong}
-    seconds = _race(ready, args.rounds, time.process_time if args.cpu_time else time.perf_counter)
+    _report(args, run, _race(ready, args.rounds, time.process_time if args.cpu_time else time.perf_counter))
+    return 1 if wrong else 0
+
+
+def _report(args: argparse.Namespace, run: Run, seconds: dict[str, list[float]]) -> None:
     parameters = run.derived.parameter_count(run.derived.padded_vocab_size(args.vocab))
     where = torch.cuda.get_device_name() if platform.has_cuda() else f"{args.threads} threads"
     print(f"{parameters / 1e6:.2f} M parameters, {args.tokens} tokens a step, {where}", end="; ")
     print(f"load {os.getloadavg()[0]:.1f} at the end (of this and other programs)")
     _print_table(seconds, args.tokens)
-    return 1 if wrong else 0
 
 
 def _train_something_else(contestants: dict[str, Step], tolerance: float) -> list[str]:
@@ -160,7 +174,9 @@ def _print_table(seconds: dict[str, list[float]], tokens: int) -> None:
     print("x ours: its median step over ours; (min): the same of the fastest steps, for a machine with other programs.")
 
 
-def ours(run: Run, pg_collection: Any) -> tuple[Step, dict[str, torch.Tensor], Callable[[], Any]]:
+def ours(
+    run: Run, pg_collection: Any, mean_document_length: int | None = None
+) -> tuple[Step, dict[str, torch.Tensor], Callable[[], Any]]:
     """Return a step of our training, the weights it starts from, and what makes an iterator over its batches."""
     vocab = run.model.vocab_size
     assert vocab is not None
@@ -170,7 +186,9 @@ def ours(run: Run, pg_collection: Any) -> tuple[Step, dict[str, torch.Tensor], C
     scheduler = build_scheduler(run, optimizer)
     connect(model, optimizer)
     dataset, *_ = build_datasets(run, build_tokenizer(run.data, vocab), 10_000, 0, 0, pg_collection=pg_collection)
-    batches = batch_iterators(dataset, run, pg_collection=pg_collection)
+    batches: list[Any] = list(batch_iterators(dataset, run, pg_collection=pg_collection))
+    if mean_document_length is not None:
+        batches = [with_documents(batches[0], mean_document_length)]
     chunk: torch.nn.Module = model[0]
     while isinstance(getattr(chunk, "module", None), torch.nn.Module):  # DDP, and the engine's Float16Module
         chunk = chunk.module
@@ -189,6 +207,16 @@ def ours(run: Run, pg_collection: Any) -> tuple[Step, dict[str, torch.Tensor], C
         ).loss
 
     return step, tensors, lambda: batch_iterators(dataset, run, pg_collection=pg_collection)[0]
+
+
+def with_documents(batches: Iterator[Any], mean: int) -> Iterator[Any]:
+    """Yield the batches with other documents, each token but a sequence's first beginning one equally likely."""
+    generator = torch.Generator().manual_seed(1)
+    for batch in batches:
+        shape = batch["tokens"].shape
+        begins = torch.rand(shape, generator=generator) < 1 / mean
+        firsts = (begins * torch.arange(shape[1])).cummax(dim=1).values
+        yield {**batch, DOCUMENTS: firsts.to(batch["tokens"].device)}
 
 
 def transformers_step(run: Run, tensors: dict[str, torch.Tensor], batches: Any, autocast: bool) -> Step:

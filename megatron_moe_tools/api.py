@@ -330,8 +330,9 @@ def train(
 
     Args:
         data: samples of your own in place of files: anything with a length and numbered samples, or a stream. A sample
-            is seq_length + 1 token ids, or a dict of `tokens` and `labels` with, where wanted, `loss_mask` and
-            `position_ids`, each of seq_length whole numbers. Sample i of a global batch is the same on every layout.
+            is seq_length + 1 token ids, or a dict of `tokens` and `labels` with, where wanted, `loss_mask`,
+            `position_ids` and, with `reset_attention_mask`, `documents`, each of seq_length whole numbers. Sample i of
+            a global batch is the same on every layout.
         valid_data: the same, for evaluations.
         loss: logits [B, S, V] fp32 and labels [B, S] -> a loss for each token [B, S], in place of cross entropy.
         optimizer: a subclass of `Adam` that overrides `update`.

@@ -59,6 +59,8 @@ def obstacle(run: Run, module: str) -> tuple[str, str] | None:
     if run.derived.zero_stage >= 2:
         field = "use_torch_fsdp2" if run.parallel.use_torch_fsdp2 else "data_parallel_sharding_strategy"
         return field, "weights or gradients move from pass to pass"
+    if run.derived.routers_know_documents and module.startswith("moe"):
+        return "reset_attention_mask", "a router that knows documents or padding is given others in every pass"
     for name, modules in _RECOMPUTED.items():
         if name in run.derived.recomputed_modules and module in modules.split():
             return "recompute_modules", f"{name} is recomputed within it or around it"

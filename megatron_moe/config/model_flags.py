@@ -242,6 +242,12 @@ class MoEConfig:
         choices=("batch", "running"),
         resume="free",
     )
+    moe_seq_aux_loss_per: str = setting(
+        "sequence",
+        "seq_aux_loss: balance each sequence or document",
+        choices=("sequence", "document"),
+        resume="free",
+    )
     moe_input_jitter_eps: float | None = setting(
         None,
         "multiply the router's input by noise out of [1 - eps, 1 + eps] in training",

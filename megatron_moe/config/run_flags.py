@@ -225,9 +225,19 @@ class DataConfig:
         None, "TikTokenizer: the first special tokens; default: <unk> <s> </s> <mask> <pad> <cls> <sep>"
     )
     num_workers: int = setting(0, "processes that read data, per rank", within=COUNT)
-    reset_position_ids: bool = setting(False, "positions start again after an end-of-document token")
-    reset_attention_mask: bool = setting(
-        False, "tokens attend to their own document alone, and none is trained to predict the next document's first"
+    reset_position_ids: bool = setting(
+        False, "with --reset-attention-mask: rotary positions start again at each document; alone no number changes"
+    )
+    reset_attention_mask: bool = setting(False, "tokens attend to their own document alone, and predict no other's")
+    document_boundaries: str = setting(
+        "index",
+        "where documents end: where the index says, or after each end-of-document token (Megatron-LM's)",
+        choices=("index", "eod"),
+    )
+    packing: str = setting(
+        "none",
+        "documents in a sequence: cut anywhere, or whole, in their order (greedy) or with least padding (best-fit)",
+        choices=("none", "greedy", "best-fit"),
     )
     eod_mask_loss: bool = setting(False, "no loss on end-of-document tokens")
     no_mmap_bin_files: bool = setting(False, "read .bin files instead of mapping them")

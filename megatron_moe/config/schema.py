@@ -178,6 +178,13 @@ class DerivedSettings:
             return None
         return self._run.parallel.mla_cp_exchange or exchange_cost(self._run, self.params_dtype_name).cheaper
 
+    @cached_property
+    def routers_know_documents(self) -> bool:
+        """Whether routers are told `documents`, because tokens may be padding, or because they balance by documents."""
+        data = self._run.data
+        may_pad = data.packing != "none" or data.program_data
+        return data.reset_attention_mask and (may_pad or self._run.moe.moe_seq_aux_loss_per == "document")
+
     # Batches and schedule
 
     def global_batch_size(self, world_size: int) -> int:
@@ -473,18 +480,20 @@ class DerivedSettings:
         """Return the bytes of the average of `numel` weights; none without `--ema-decay`."""
         return 4 * numel if self._run.optimizer.ema_decay is not None else 0
 
-    def flops_per_token(self, padded_vocab: int) -> float:
+    def flops_per_token(self, padded_vocab: int, keys: float | None = None) -> float:
         """Return the FLOPs of training on one token: forward and backward, a multiply-add being 2, no recomputation.
 
-        Matrix products and the causal half of attention (S / 2 keys per query) are counted; norms, activations and the
-        softmax are not. The backward pass costs twice the forward. The planner's `meta_tracer.py` counts the same while
-        operations run.
+        Matrix products and attention are counted; norms, activations and the softmax are not. The backward pass costs
+        twice the forward. The planner's `meta_tracer.py` counts the same while operations run.
+
+        Args:
+            keys: keys per query; None: S / 2, the causal half. Documents apart have half of their lengths, too.
         """
         m, h, pattern = self._run.model, self._run.model.hidden_size, self.moe_layer_pattern
         widths = 2 * self.head_size  # of a query's products with a key and of a weight's with a value
         if m.multi_latent_attention:
             widths = m.qk_head_dim + m.qk_pos_emb_head_dim + m.v_head_dim
-        attended = m.num_attention_heads * widths * m.seq_length  # 2 FLOPs with each of S / 2 keys
+        attended = 2 * m.num_attention_heads * widths * (m.seq_length / 2 if keys is None else keys)
         active = self._run.moe.moe_router_topk
         dense, moe = (2 * self._layer_weights(is_moe, active, vectors=False) + attended for is_moe in (0, 1))
         num_moe, output = sum(pattern), 2 * h * padded_vocab

@@ -31,8 +31,8 @@ from megatron_moe.platform.protocols import ProcessGroups
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 DOCUMENTS, PLACES = "documents", "places"
-"""Of each token the place in its sequence of its document's first one, where documents do not see each other; and, with
-ranks that share a sequence, the places of their tokens, the same in all sequences of a micro-batch."""
+"""Of each token the place in its sequence of its document's first one, -1 for padding, where documents do not see each
+other; and, with ranks that share a sequence, the places of their tokens, the same in all sequences of a micro-batch."""
 Batch = dict[str, "Tensor | None"]
 
 
@@ -111,10 +111,10 @@ class Reader:
             sample = consumed_samples + self._first + row
             if hasattr(self._dataset, "blame"):  # a program's own samples
                 raise ValueError(self._dataset.blame(int(packed[tuple(bad)]), sample, self._vocab_size))
+            where = location_of_token(self._dataset, sample, column, bool(is_label))
             raise ValueError(
                 f"token id {int(packed[tuple(bad)])} in sample {sample}, outside the vocabulary of {self._vocab_size} "
-                f"ids: {location_of_token(self._dataset, sample, column + is_label)}; the file changed after it was "
-                "written, or after the start of the run"
+                f"ids: {where}; the file changed after it was written, or after the start of the run"
             )
         return packed
 
@@ -137,12 +137,14 @@ class SamplePart(NamedTuple):
     tokens: int
 
 
-def location_of_token(dataset: Any, sample: int, position: int) -> str:
-    """Return where one of the S + 1 tokens of a sample is stored, for an error message; reads the sample again.
+def location_of_token(dataset: Any, sample: int, position: int, is_label: bool) -> str:
+    """Return where a token of a sample, or the label at its position, is stored, for an error message.
+
+    It reads the sample again.
 
     Args:
         dataset: one of `build_datasets`.
-        position: 0 to S; the label at position i is token i + 1.
+        position: 0 to S - 1.
 
     Returns:
         The file, the byte offset in it, the document and the token of the document.
@@ -153,13 +155,16 @@ def location_of_token(dataset: Any, sample: int, position: int) -> str:
             if hasattr(member, "dataset"):
                 stack.enter_context(_recording(member.dataset, parts))
         dataset[sample]
+    # A packed part ends with a label, and the next one begins with a token of its own.
+    own_label = getattr(getattr(dataset, "config", None), "packing", "none") != "none"
+    position += is_label and not own_label
     for part in parts:
-        if position < part.tokens:
+        if position < part.tokens - own_label:
             break
-        position -= part.tokens
+        position -= part.tokens - own_label
     else:
         return "in no data file"
-    token = part.offset + position
+    token = part.offset + position + (is_label and own_label)
     if not hasattr(part.data, "index"):  # made-up tokens
         return f"made-up sequence {part.sequence}, token {token}"
     index, marks = part.data.index, part.data.document_indices
@@ -251,6 +256,12 @@ def hex_of(low: float, high: float) -> str | None:
     return None if (low, high) == NOTHING else f"{int(high) % (1 << 32):08x}{int(low) % (1 << 32):08x}"
 
 
+def attended_pairs(documents: Tensor) -> int:
+    """Return the number of pairs of a query and a key it sees. documents: int64 [B, S], on the CPU; -1: padding."""
+    ends = torch.arange(1, documents.shape[-1] + 1)
+    return int((ends - documents)[documents >= 0].sum())
+
+
 class BatchIterator:
     """An endless iterator over the micro-batches of one rank and model chunk.
 
@@ -281,7 +292,7 @@ class BatchIterator:
         self._receive = receive
         self._samples_per_round = samples_per_round
         self._hashed_from, self._hashed_keys = hashed_from, hashed_keys
-        self._words = NOTHING
+        self._words, self._pairs = NOTHING, 0
         self.consumed_samples = consumed_samples
         self.observer: Callable[[Batch], None] | None = None
 
@@ -297,6 +308,8 @@ class BatchIterator:
                 samples = packed[: self._hashed_keys]
                 words = (sample_words(first + row, samples[:, row]) for row in range(samples.shape[1]))
                 self._words = added((self._words, *words))
+                if self._hashed_keys > len(KEYS):
+                    self._pairs += attended_pairs(packed[len(KEYS)])
             batch = self._receive(packed)
         self.consumed_samples += self._samples_per_round
         if self.observer is not None:
@@ -307,6 +320,11 @@ class BatchIterator:
         """Return this rank's share of the hash of the samples that were read since the last call."""
         words, self._words = self._words, NOTHING
         return words
+
+    def take_attended_pairs(self) -> int:
+        """Return this rank's share of the `attended_pairs` of what was read since the last call; 0 if not apart."""
+        pairs, self._pairs = self._pairs, 0
+        return pairs
 
 
 def batch_iterators(

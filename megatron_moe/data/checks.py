@@ -376,7 +376,8 @@ def require_same_samples(
     before = build({name: value for name, value in config.items() if name in known})
     lines = [
         f"--{name.replace('_', '-')}: checkpoint {flatten(before)[name]}, this run {flatten(run)[name]}"
-        for name in ("mock_data", "program_data", "seed", "seq_length")  # which decide, with the sources, sample n
+        # These decide, with the sources, what sample n is.
+        for name in ("mock_data", "program_data", "seed", "seq_length", "packing")
         if flatten(before)[name] != flatten(run)[name]
     ]
     if not any(data.mock_data or data.program_data for data in (run.data, before.data)):

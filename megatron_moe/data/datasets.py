@@ -4,10 +4,10 @@ A sample is a dict of tensors [S]: `tokens` and `labels` int64 (labels are the t
 `position_ids` int64. The order of samples is a function of the data and the seed; it depends neither on ranks or
 micro-batches nor on the number of samples that a run takes (`EpochsOfSamples`).
 
-Samples contain no padding. The engine pads in two cases that do not occur here: the last, partial sequence of the
-validation data, which it drops by default (`drop_last_partial_validation_sequence`), and an index of None, with which
-Megatron-LM's sampler fills a last batch and ours does not. So every position is a token that is routed, which
-`training/global_batch.py` relies on; tokens without a loss are another matter.
+Where documents are kept apart, a sample also has `documents` (`_finish`). Samples contain no padding unless `--packing`
+fills them with whole documents: then `documents` is -1 there, which `training/global_batch.py` counts. The engine pads
+in two cases that do not occur here: the last, partial sequence of the validation data, which it drops by default
+(`drop_last_partial_validation_sequence`), and an index of None, with which Megatron-LM's sampler fills a last batch.
 
 Other files of this project reach `megatron.core.datasets` through this one.
 """
@@ -22,7 +22,9 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -30,6 +32,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset, MockGPTLowLevelDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_moe.config.errors import ConfigError
@@ -37,6 +40,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import DOCUMENTS, stage_reads
 from megatron_moe.data.checks import SPLITS, Blend, cache_folder, hashing, read_sources, require_sequence
 from megatron_moe.data.index_file import read_sidecar
+from megatron_moe.data.packing import Packing, pack, part_sizes
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import replace_json
 from megatron_moe.platform.protocols import ProcessGroups
@@ -45,6 +49,134 @@ _SAMPLES_OF_A_SMALL_EPOCH = 1 << 18
 """Whose order takes some milliseconds and megabytes."""
 _FEWEST_DOCUMENTS, _DOCUMENTS_PER_POSITION = 2000, 25
 """Of made-up data; each of the three splits has a third of the documents."""
+
+
+@dataclass
+class SampleConfig(GPTDatasetConfig):
+    """The engine's configuration of a dataset, and what it does not have."""
+
+    packing: str = "none"
+    document_boundaries: str = "index"
+    documents_apart: bool = False
+    positions_restart: bool = False
+
+
+class SampleFacts(NamedTuple):
+    """What the samples of an epoch hold: parts of documents and positions of padding, both per sample."""
+
+    documents: float
+    padding: float
+
+
+def _finish(sample: dict[str, Tensor], firsts: Tensor, crosses: Tensor, end: int, config: SampleConfig) -> None:
+    """Add a sample's `documents` and what follows from them, in place.
+
+    `documents` [S] int64 has for each token the position in the sample of its document's first token that is there, and
+    -1 for padding. A label that is another document's first token has no loss.
+
+    Args:
+        firsts, crosses: [S] bool, whether a document begins at a token, and whether one begins at its label.
+        end: where the padding begins.
+    """
+    places = torch.arange(config.sequence_length)
+    documents = torch.where(firsts, places, 0).cummax(0).values
+    sample["loss_mask"] = sample["loss_mask"] * ~crosses
+    sample[DOCUMENTS] = torch.where(places < end, documents, -1)
+    if config.positions_restart:
+        sample["position_ids"] = torch.where(places < end, places - documents, 0)
+
+
+class _DocumentsKnown(GPTDataset):
+    """A mixin for the engine's datasets, whose samples also say which document a token is of: see `_finish`."""
+
+    config: SampleConfig
+
+    def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
+        sample, length = super().__getitem__(idx), self.config.sequence_length
+        begins = torch.zeros(length + 1, dtype=torch.bool)  # at a token, or at the last label
+        begins[0] = True
+        if self.config.document_boundaries == "eod":
+            begins[1:] = sample["tokens"] == self.config.tokenizer.eod
+        else:
+            at = self.shuffle_index[idx or 0]
+            (first, offset), (last, _) = self.sample_index[at], self.sample_index[at + 1]
+            lengths = self.dataset.sequence_lengths[self.document_index[first:last]]
+            begins[torch.from_numpy(lengths.cumsum(dtype=numpy.int64)) - int(offset)] = True
+        _finish(sample, begins[:-1], begins[1:], length, self.config)
+        return sample
+
+    def facts(self) -> SampleFacts:
+        """Return the facts of the epoch, by the documents of the index."""
+        firsts, (lasts, ends) = self.sample_index[:-1, 0], self.sample_index[1:].T
+        return SampleFacts(float((lasts - firsts + (ends > 0)).mean()), 0.0)
+
+
+class DocumentSamples(_DocumentsKnown, GPTDataset):
+    """Samples of files that know their documents."""
+
+
+class MockDocumentSamples(_DocumentsKnown, MockGPTDataset):
+    """Samples of made-up documents that know these."""
+
+
+class PackedSamples(MegatronDataset):
+    """The samples of one epoch as `packing.pack` packs them, with padding at their end.
+
+    The constructor, the samples and the caches are otherwise those of the engine's GPTDataset.
+    """
+
+    config: SampleConfig
+    numel_low_level_dataset = staticmethod(GPTDataset.numel_low_level_dataset)
+    build_low_level_dataset = staticmethod(GPTDataset.build_low_level_dataset)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        config, folder = self.config, self.config.path_to_cache
+        self._lengths = self.dataset.sequence_lengths
+        paths = []
+        if folder:
+            name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}-{config.packing}"
+            paths = [os.path.join(folder, f"{name}-{part}.npy") for part in Packing._fields]
+        if paths and all(map(os.path.isfile, paths)):
+            self._packing = Packing(*(numpy.load(path, mmap_mode="r", allow_pickle=False) for path in paths))
+            return
+        length, seed = config.sequence_length, config.random_seed
+        self._packing = pack(self._lengths, self.indices, length, seed, config.packing)
+        if paths and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0):
+            os.makedirs(folder, exist_ok=True)
+            for path, array in zip(paths, self._packing):
+                numpy.save(path, array, allow_pickle=False)
+
+    def __len__(self) -> int:
+        return len(self._packing.begins) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        config, length, eod = self.config, self.config.sequence_length, self.config.tokenizer.eod
+        tokens, labels, loss_mask = torch.zeros((3, length), dtype=torch.int64)
+        firsts, end = torch.zeros(length, dtype=torch.bool), 0
+        parts = self._packing.parts[self._packing.begins[index] : self._packing.begins[index + 1]]
+        for (document, first), size in zip(parts.tolist(), part_sizes(self._lengths, parts, length).tolist()):
+            ids = torch.from_numpy(self.dataset.get(document, offset=first, length=size + 1).astype(numpy.int64))
+            begin, end = end, end + size
+            tokens[begin:end], labels[begin:end] = ids[:-1], ids[1:]
+            firsts[begin] = True
+        loss_mask[:end] = 1
+        if config.eod_mask_loss:
+            loss_mask[tokens == eod] = 0
+        crosses = torch.zeros_like(firsts)  # the label of a part's last token is of the same document
+        if config.document_boundaries == "eod":
+            crosses[:end] = tokens[:end] == eod
+            firsts[1:end] |= crosses[: end - 1]
+        sample = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask.float()}
+        sample["position_ids"] = torch.arange(length)
+        _finish(sample, firsts, crosses, end, config)
+        return sample
+
+    def facts(self) -> SampleFacts:
+        """Return the facts of the epoch."""
+        parts, places = self._packing.parts, len(self) * self.config.sequence_length
+        filled = int(part_sizes(self._lengths, parts, self.config.sequence_length).sum())
+        return SampleFacts(len(parts) / len(self), 1 - filled / places)
 
 
 class EpochsOfSamples(MegatronDataset):
@@ -63,6 +195,8 @@ class EpochsOfSamples(MegatronDataset):
     """
 
     epoch_class: type[GPTDataset] = GPTDataset
+    document_class: type[_DocumentsKnown] = DocumentSamples
+    config: SampleConfig
 
     def __init__(
         self,
@@ -71,12 +205,14 @@ class EpochsOfSamples(MegatronDataset):
         indices: numpy.ndarray,
         num_samples: int | None,
         split: Split,
-        config: GPTDatasetConfig,
+        config: SampleConfig,
     ) -> None:
         super().__init__(dataset, dataset_path, indices, num_samples, split, config)
         self._arguments = (dataset, dataset_path, indices, None, split)
         self._number, self._epoch = 0, self._build(0)
         self._per_epoch = len(self._epoch)
+        if self._per_epoch < 1 and config.packing != "none":
+            raise ConfigError(f"--packing {config.packing}: {dataset_path} has no document of two tokens to pack")
         if self._per_epoch < 1:
             raise ValueError(f"{dataset_path}: fewer tokens than one sequence of {config.sequence_length} and the next")
         self._epochs = max(1, -(-(num_samples or 0) // self._per_epoch))
@@ -105,42 +241,20 @@ class EpochsOfSamples(MegatronDataset):
             self._number, self._epoch = number, self._build(number)
         return self._epoch[inside]
 
-    def _build(self, number: int) -> GPTDataset:
+    def facts(self) -> SampleFacts:
+        """Return the facts of the open epoch, where documents are kept apart."""
+        return self._epoch.facts()
+
+    def _build(self, number: int) -> Any:
         config = copy.copy(self.config)
         config.random_seed = epoch_seed(self.config.random_seed, number)
         if number > 0 and not self._are_cached:
             config.path_to_cache = ""  # None would be a folder next to the data
+        epoch_class: Any = self.document_class if config.documents_apart else self.epoch_class
+        if config.packing != "none":
+            epoch_class = PackedSamples
         with _quiet(None if config.path_to_cache else _ENGINE_LOG):
-            return self.epoch_class(*self._arguments, config)
-
-
-class _DocumentsApart(GPTDataset):
-    """A mixin for the engine's datasets, whose samples also say which document a token is of.
-
-    `documents` [S] int64 has the position in the sample of the document's first token that is there. A label that is
-    another document's first token has no loss.
-    """
-
-    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        sample = super().__getitem__(idx)
-        at = self.shuffle_index[idx or 0]
-        (first, offset), (last, end) = self.sample_index[at], self.sample_index[at + 1]
-        lengths = self.dataset.sequence_lengths[self.document_index[first : last + 1]].astype(numpy.int64)
-        lengths[-1] = end + 1  # the label of the last token
-        lengths[0] -= offset
-        begins = lengths.cumsum() - lengths
-        begins_of_all = torch.from_numpy(numpy.repeat(begins, lengths))
-        sample[DOCUMENTS] = begins_of_all[:-1].contiguous()
-        sample["loss_mask"] = sample["loss_mask"] * (begins_of_all[1:] == begins_of_all[:-1])
-        return sample
-
-
-class DocumentSamples(_DocumentsApart, GPTDataset):
-    """Samples of files whose documents do not see each other."""
-
-
-class MockDocumentSamples(_DocumentsApart, MockGPTDataset):
-    """Samples of made-up documents that do not see each other."""
+            return epoch_class(*self._arguments, config)
 
 
 class MockDocuments(MockGPTLowLevelDataset):
@@ -159,32 +273,12 @@ class EpochsOfMockSamples(EpochsOfSamples):
     """The same dataset of made-up tokens. An epoch of up to 4096 tokens a sample has more than 16,000 samples."""
 
     epoch_class = MockGPTDataset
+    document_class = MockDocumentSamples
 
     @classmethod
     def build_low_level_dataset(cls, dataset_path: str, config: GPTDatasetConfig) -> MockDocuments:
         """Make up the documents."""
         return MockDocuments(config.tokenizer, config.sequence_length)
-
-
-class EpochsOfDocumentSamples(EpochsOfSamples):
-    """The dataset of samples whose documents do not see each other."""
-
-    epoch_class = DocumentSamples
-
-
-class EpochsOfMockDocumentSamples(EpochsOfMockSamples):
-    """The dataset of samples of made-up documents that do not see each other."""
-
-    epoch_class = MockDocumentSamples
-
-
-_CLASSES = {
-    (False, False): EpochsOfSamples,
-    (False, True): EpochsOfDocumentSamples,
-    (True, False): EpochsOfMockSamples,
-    (True, True): EpochsOfMockDocumentSamples,
-}
-"""By whether the data is made up, and whether documents do not see each other."""
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -331,7 +425,7 @@ def build_datasets(
         per_split = [_engine_blend(blend) if count > 0 else None for blend, count in zip(sources.per_split, samples)]
     if not sources.mock:
         cache = os.path.join(cache_folder(run, sources), name_of_cache(sources.prefixes()))
-    config = GPTDatasetConfig(
+    config = SampleConfig(
         random_seed=run.training.seed,
         sequence_length=run.model.seq_length,
         blend=_engine_blend(sources.blend),
@@ -340,10 +434,14 @@ def build_datasets(
         path_to_cache=cache,
         mmap_bin_files=not run.data.no_mmap_bin_files,
         tokenizer=tokenizer,
-        reset_position_ids=run.data.reset_position_ids,
+        reset_position_ids=False,  # the engine would restart them after each eod
         reset_attention_mask=False,
         eod_mask_loss=run.data.eod_mask_loss,
         create_attention_mask=False,
+        packing=run.data.packing,
+        document_boundaries=run.data.document_boundaries,
+        documents_apart=run.data.reset_attention_mask,
+        positions_restart=run.data.reset_position_ids,
     )
     if config.split_matrix is not None:
         # An unused split may have no document at all, for which the engine would count epochs without end.
@@ -358,7 +456,7 @@ def build_datasets(
     caches = config.path_to_cache if is_first else None
     with verified_caches(caches), _quiet(_ENGINE_LOG if sources.mock else None):
         builder = BlendedMegatronDatasetBuilder(
-            _CLASSES[sources.mock, run.data.reset_attention_mask],
+            EpochsOfMockSamples if sources.mock else EpochsOfSamples,
             list(samples),
             lambda: reads_data(run, pg_collection),
             config,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.engine.layers import AttnMaskType, get_cuda_rng_tracker
+from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.model.context_parallel import (
     OverRanks,
     attend_block,
@@ -35,7 +36,7 @@ WHOLE = "whole"
 """The `cp_comm_type` of an attention that is given the keys and values of the whole sequence."""
 
 
-class SDPACoreAttention(torch.nn.Module):
+class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
     """A module that computes softmax(q k^T x scale) v with a causal mask, softmax in fp32 and dropout in training.
 
     Queries may share key/value heads (grouped-query attention: head i of n uses group i // (n / g)), and values may
@@ -231,8 +232,10 @@ def largest_in_pieces(
     """
     places = None if documents is None else documents.places
     keys = all_gather_sequence(key, over.group, places) if over.gathers else key
-    largest = []
+    largest = [query.new_full(query.shape[2:3], -math.inf, dtype=torch.float32)]
     for rows, queries, own, earlier in over.pieces(query.shape[0], documents):
+        if documents is not None and documents.firsts[rows.start, queries.start] < 0:
+            continue  # padding
         seen = keys[earlier.start : own.stop, rows]
         largest.append(largest_logits(query[queries, rows], seen, scale, own.start - earlier.start))
     return torch.stack(largest).amax(0)

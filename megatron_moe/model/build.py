@@ -127,15 +127,32 @@ class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
         moe_options: the options of the model's MoE layers, also on a pipeline stage that has none of them; None for a
             dense model.
         token_loss: a program's own loss; None: cross entropy.
+        routers_know_documents: whether a step passes the tokens' `documents` as padding_mask too.
         rotates_by_position: whether the engine's attention rotates by position_ids, or by places in the sequence.
     """
 
     moe_options: MoEOptions | None = None
     token_loss: TokenLoss | None = None
+    routers_know_documents: bool = False
     rotates_by_position = False
 
-    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
-        """Return what the engine's method does, its second part the angles [S / CP, 1 or B, 1, width], if any."""
+    def rows_of_rank(self, rows: Tensor) -> Tensor:
+        """Return [B, S / TP] of `rows` [B, S], one number per token, under sequence parallelism; else all of them."""
+        if not self.config.sequence_parallel:
+            return rows
+        group = self.pg_collection.tp
+        return rows.chunk(group.size(), dim=1)[group.rank()].contiguous()
+
+    def _preprocess(
+        self, input_ids: Tensor, position_ids: Tensor, *args: Any, padding_mask: Tensor | None = None, **options: Any
+    ) -> Any:
+        """Return what the engine's method does, its second part the angles [S / CP, 1 or B, 1, width], if any.
+
+        The engine splits padding_mask over ranks on the first stage alone.
+        """
+        if padding_mask is not None and not self.pre_process:
+            padding_mask = self.rows_of_rank(padding_mask)
+        options["padding_mask"] = padding_mask
         found, angles, *rest = super()._preprocess(input_ids, position_ids, *args, **options)
         if angles is not None and self.rotates_by_position:
             every = self.rotary_pos_emb.get_emb(position_ids.shape[1] * self.config.context_parallel_size)
@@ -524,6 +541,7 @@ def _chunk(
             vp_stage=vp_stage,
         )
     chunk.moe_options = settings.moe
+    chunk.routers_know_documents = run.derived.routers_know_documents
     chunk.rotates_by_position = run.data.reset_attention_mask
     without_second_table(chunk)
     if chunk.post_process:

@@ -104,7 +104,12 @@ class MTPLayer(DeepcopyKeepsGroups, MegatronModule):
         return self.transformer_layer
 
     def forward(
-        self, hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None, documents: Tensor | None = None
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        rotary_pos_emb: Tensor | None,
+        documents: Tensor | None = None,
+        padding_mask: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states [S, B, H] of this depth, after its norm.
 
@@ -113,18 +118,28 @@ class MTPLayer(DeepcopyKeepsGroups, MegatronModule):
             embedded: [S, B, H], the embeddings of the tokens ahead.
             rotary_pos_emb: the model's rotary table.
             documents: `Documents` as a mask; None: a sequence is one.
+            padding_mask: what routers get; see `MoELayer.forward`.
         """
+        inputs = (hidden, embedded, rotary_pos_emb, documents, padding_mask)
         if self.config.recompute_granularity == "full" and self.training:
-            return checkpoint(self._predict, False, hidden, embedded, rotary_pos_emb, documents)
-        return self._predict(hidden, embedded, rotary_pos_emb, documents)
+            return checkpoint(self._predict, False, *inputs)
+        return self._predict(*inputs)
 
     def _predict(
-        self, hidden: Tensor, embedded: Tensor, rotary_pos_emb: Tensor | None, documents: Tensor | None
+        self,
+        hidden: Tensor,
+        embedded: Tensor,
+        rotary_pos_emb: Tensor | None,
+        documents: Tensor | None,
+        padding_mask: Tensor | None,
     ) -> Tensor:
         # Under sequence parallelism ranks drop out different parts of the sequence, as in the engine's block.
         with get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext():
             hidden, _ = self.transformer_layer(
-                hidden_states=self._merge(hidden, embedded), attention_mask=documents, rotary_pos_emb=rotary_pos_emb
+                hidden_states=self._merge(hidden, embedded),
+                attention_mask=documents,
+                rotary_pos_emb=rotary_pos_emb,
+                padding_mask=padding_mask,
             )
         return self.final_layernorm(hidden)
 
@@ -222,11 +237,13 @@ class MultiTokenPrediction:
         mask: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Yield the hidden states [S, B, H] after each depth's norm."""
-        documents = Documents.of(mask, input_ids.shape[0])
+        documents, padding_mask = Documents.of(mask, input_ids.shape[0]), None
+        if documents is not None and self.routers_know_documents:
+            padding_mask = self.rows_of_rank(documents.firsts)
         for depth, layer in enumerate(self.mtp.layers, start=1):
             shifted_ids = shifted(input_ids, depth, self.pg_collection.cp, documents)
             embedded = self.embedding(input_ids=shifted_ids, position_ids=position_ids)
-            hidden = layer(hidden, embedded, rotary_pos_emb, mask)
+            hidden = layer(hidden, embedded, rotary_pos_emb, mask, padding_mask)
             yield hidden
 
     def _count(self, losses: Tensor, targets: Tensor, loss_mask: Tensor | None) -> None:

@@ -164,7 +164,9 @@ class MoESteps(DenseSteps):
             else:
                 normed = norm(hidden)
             tokens = normed.reshape(-1, normed.shape[-1])
-            decision = self.moe.router.route(tokens, num_sequences=normed.shape[1])
+            padding = node.chunk_state.padding_mask
+            is_padding = None if padding is None else padding.transpose(0, 1).reshape(-1)
+            decision = self.moe.router.route(tokens, is_padding, num_sequences=normed.shape[1])
             leaving, state.plan = self.dispatcher.prepare(tokens, decision)
             if isinstance(self.dispatcher, ByNodeDispatcher):
                 # The engine frees what an all-to-all has sent, and here that is what other steps need too.

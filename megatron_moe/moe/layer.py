@@ -181,15 +181,16 @@ class MoELayer(DeepcopyKeepsGroups, MegatronModule):
 
         Args:
             hidden: activations, this rank's part of the sequence under sequence parallelism.
-            padding_mask: [B, S] bool, True for padding (the engine's name and layout); None if no token is padding.
+            padding_mask: [B, S] bool, True for padding (the engine's name and layout); None if no token is padding. Or
+                int64, the documents of the tokens, see `routing.MicroBatch`.
         """
-        is_padding = None if padding_mask is None else padding_mask.transpose(0, 1).reshape(-1).bool()
+        is_padding = None if padding_mask is None else padding_mask.transpose(0, 1).reshape(-1)
         if self.recompute and self.training:
             return checkpoint(self.mixture, False, hidden, is_padding), None
         return self.mixture(hidden, is_padding), None
 
     def mixture(self, hidden: Tensor, is_padding: Tensor | None) -> Tensor:
-        """Compute the layer for hidden [S, B, H] and is_padding [S x B]; recomputation calls it again in backward."""
+        """Compute the layer for hidden [S, B, H] and the router's is_padding [S x B]; called again by recomputation."""
         if not is_autocast_on(hidden.device.type):
             return self._mixture(hidden, is_padding)
         with without_autocast(hidden.device.type):

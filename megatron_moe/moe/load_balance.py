@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_moe.config.setting import SCORE_FUNCTIONS
 from megatron_moe.engine.schedules import MoEAuxLossAutoScaler
@@ -130,10 +131,33 @@ def balance_share(scores: Tensor, tokens_per_expert: Tensor) -> Tensor:
     return num_experts * (f * scores.view(-1, num_sets, num_experts).sum(dim=0)).sum()
 
 
+def document_balance_share(
+    scores: Tensor, expert_ids: Tensor, documents: Tensor, num_sequences: int, group: ProcessGroup
+) -> Tensor:
+    """Return what `balance_share` returns, for sets that are documents. Collective over `group`.
+
+    Args:
+        scores: as `balance_share`'s. expert_ids: [T, K], the choices, dropped ones included.
+        documents: [T] int64, see `routing.MicroBatch`; B = `num_sequences`.
+        group: the ranks that share the sequences, whose T tokens each are all of them, once or more.
+    """
+    num_tokens, num_experts = scores.shape
+    sequence = torch.arange(num_tokens, device=scores.device) % num_sequences
+    # A document's row is its first token's number among all tokens, on every rank alike.
+    row = documents.clamp(min=0) * num_sequences + sequence
+    valid = (documents >= 0).to(torch.int32).unsqueeze(-1).expand_as(expert_ids)
+    counts = torch.zeros(group.size() * num_tokens * num_experts, dtype=torch.int32, device=scores.device)
+    counts.scatter_add_(0, (row.unsqueeze(-1) * num_experts + expert_ids).flatten(), valid.flatten())
+    of_token = all_reduce_sum(counts, group).view(-1, num_experts)[row]
+    choices = of_token.sum(dim=-1, keepdim=True).clamp(min=1)
+    f = (of_token.double() / choices).to(scores.dtype)
+    return num_experts * (f * scores).sum()
+
+
 # Each auxiliary loss is a sum over sets of tokens, loss of the set x tokens of the set, divided by the tokens of the
-# global batch. The sets are a sequence (seq_aux_loss), a micro-batch (aux_loss), the global batch (global_aux_loss), or
-# a token (z_loss). A rank attaches its own share of the sum; all ranks' shares add up, however the global batch is
-# split.
+# global batch. The sets are a sequence or a document in it (seq_aux_loss), a micro-batch (aux_loss), the global batch
+# (global_aux_loss), or a token (z_loss). A rank attaches its own share of the sum; all ranks' shares add up, however
+# the global batch is split.
 
 
 @dataclass(frozen=True)
@@ -250,6 +274,13 @@ class AuxLosses:
                 if is_padding is not None:
                     squares = squares.masked_fill(is_padding, 0.0)
                 value = squares.sum()
+            elif name == "seq_aux_loss" and self.options.seq_loss_per == "document":
+                of_batch, ids = routed.micro_batch, routed.decision.expert_ids
+                if of_batch.documents is None:
+                    raise ValueError("moe_seq_aux_loss_per document needs the tokens' documents as padding_mask")
+                value = document_balance_share(
+                    scores, ids, of_batch.documents, of_batch.num_sequences, self.groups.tp_cp
+                )
             else:
                 value = balance_share(scores, self._counts_of_sets(name, counts))
             if name not in self.totals:

@@ -52,6 +52,7 @@ class MoEOptions:
     aux_losses: tuple[tuple[str, float], ...]
     z_loss_coeff: float
     global_counts: str
+    seq_loss_per: str
     sinkhorn: bool
     force_load_balancing: bool
     input_jitter_eps: float | None
@@ -173,6 +174,7 @@ def _common(moe: MoEConfig | EngineConfig, norm_topk_prob: bool, recomputed: Col
         "aux_losses": losses,
         "z_loss_coeff": moe.moe_z_loss_coeff or 0.0,
         "global_counts": getattr(moe, "moe_global_aux_loss_counts", "batch"),
+        "seq_loss_per": getattr(moe, "moe_seq_aux_loss_per", "sequence"),
         "sinkhorn": "sinkhorn" in kinds,
         "force_load_balancing": bool(moe.moe_router_force_load_balancing),
         "input_jitter_eps": moe.moe_input_jitter_eps,

@@ -143,7 +143,8 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
 
         Args:
             hidden: [T, H]; token t belongs to sequence t % B, as in the engine's [S, B] order.
-            is_padding: [T] bool, True for padding; None if no token is.
+            is_padding: [T] bool, True for padding; None if no token is. Or int64, the tokens' documents; see
+                `MicroBatch`.
             num_sequences: B, for the sequence-wise loss.
 
         Returns:
@@ -168,13 +169,18 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
 
         Args:
             hidden: [S, B, H] or [T, H].
-            padding_mask: bool, one entry per token in the order of `hidden`, True for padding.
+            padding_mask: bool, one entry per token in the order of `hidden`, True for padding; or as in `route`.
             num_sequences: B; None reads it from `hidden`, where [T, H] is one sequence.
             dense: False returns the decision as `route` does.
         """
-        is_padding = None if padding_mask is None else padding_mask.reshape(-1).bool()
+        is_padding = documents = None
+        if padding_mask is not None and padding_mask.dtype == torch.int64:
+            documents = padding_mask.reshape(-1)
+            is_padding = documents < 0
+        elif padding_mask is not None:
+            is_padding = padding_mask.reshape(-1).bool()
         num_sequences = num_sequences or (hidden.shape[1] if hidden.dim() == 3 else 1)
-        micro_batch = MicroBatch(is_padding, num_sequences, self.training)
+        micro_batch = MicroBatch(is_padding, num_sequences, self.training, documents)
         hidden = hidden.flatten(0, -2)
         with without_autocast(hidden.device.type):
             hidden = self.perturb(hidden, self.training)

@@ -30,12 +30,14 @@ class MicroBatch:
     """The properties of the T tokens that a router is given.
 
     is_padding: [T] bool, True for padding; None if no token is. num_sequences: B; token t is of sequence t % B, as in
-    the engine's [S, B] order. training: whether the module trains.
+    the engine's [S, B] order. training: whether the module trains. documents: [T] int64, the position in its sequence
+    of the first token of a token's document, -1 for padding; None where they are not known.
     """
 
     is_padding: Tensor | None
     num_sequences: int
     training: bool
+    documents: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,10 @@ def route(
         The decision. The weights of a token with a logit that is not finite are NaN.
     """
     expert_ids = choose(logits, scores, expert_bias, micro_batch)
+    if micro_batch.is_padding is not None:
+        # All padding looks alike. Its rows, which weigh nothing, go to all experts in turn.
+        choice = torch.arange(expert_ids.numel(), device=expert_ids.device).view_as(expert_ids)
+        expert_ids = torch.where(micro_batch.is_padding.unsqueeze(-1), choice % logits.shape[-1], expert_ids)
     probs = weigh_experts(logits, scores, expert_ids, options, micro_batch.is_padding)
     return RoutingDecision(expert_ids, probs)
 

@@ -95,7 +95,7 @@ class Meter:
 
     def __init__(self, run: Run, *, world_size: int, padded_vocab_size: int) -> None:
         self._run, self._world_size = run, world_size
-        self._flops_per_token = run.derived.flops_per_token(padded_vocab_size)
+        self._padded_vocab_size = padded_vocab_size
         self._recent: deque[float] = deque(maxlen=50)
 
     def record(
@@ -125,7 +125,11 @@ class Meter:
         seconds_left = fmean(self._recent) * max((self._run.training.train_iters or 0) - iteration, 0)
         flags, part_seconds = self._run.logging, part_seconds or {}
         tokens = global_batch_size * self._run.model.seq_length
-        model_tflops = self._flops_per_token * tokens / seconds / self._world_size / 1e12
+        keys = None
+        if result.attended_pairs:
+            keys = result.attended_pairs / tokens - 0.5  # half of each document's square, as of a sequence's
+        flops_per_token = self._run.derived.flops_per_token(self._padded_vocab_size, keys)
+        model_tflops = flops_per_token * tokens / seconds / self._world_size / 1e12
         mfu, timers, memory, world_size = None, {}, {}, None
         if flags.peak_tflops:
             mfu = model_tflops / flags.peak_tflops
@@ -171,7 +175,7 @@ class Meter:
         )
         if not added_metrics():
             return record
-        facts = StepFacts(self._run, self._world_size, record, load, self._flops_per_token, part_seconds)
+        facts = StepFacts(self._run, self._world_size, record, load, flops_per_token, part_seconds)
         failure = None
         try:
             record = with_added_metrics(facts)

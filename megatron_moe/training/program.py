@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.data.batches import KEYS
+from megatron_moe.data.batches import DOCUMENTS, keys_of
 from megatron_moe.model.loss import TokenLoss
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class Samples(Protocol):
 
 Data = Samples | Iterable[Any]
 """Where samples come from. One sample is S + 1 token ids, or a dict of `tokens` and `labels` [S] with, where wanted,
-`loss_mask` and `position_ids` [S]. What has no length is read from its beginning on, again for each evaluation."""
+`loss_mask`, `position_ids` and, with `--reset-attention-mask`, `documents` [S]. What has no length is read from its
+beginning on, again for each evaluation."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ def _check_data(name: str, data: Any, run: Run) -> None:
 class ProgramSamples(Dataset):
     """A program's samples as the run reads them: dicts of int64 `tokens`, `labels`, `loss_mask`, `position_ids` [S].
 
+    With `--reset-attention-mask` also `documents` [S] (`data.batches.DOCUMENTS`); by default a sample is one document.
     Samples with a length are repeated in their order where the run reads more.
     """
 
@@ -157,6 +159,7 @@ class ProgramSamples(Dataset):
         """
         self._data, self._name, self._count = data, name, count
         self._width, self.vocab_size = run.model.seq_length, vocab_size
+        self._keys, self._restarts = keys_of(run), run.data.reset_position_ids
         self._stream: Iterator[Any] | None = None
         self._read = 0
         numbered: Any = data if hasattr(data, "__getitem__") and hasattr(data, "__len__") else None
@@ -196,20 +199,34 @@ class ProgramSamples(Dataset):
 
     def _sample(self, sample: Any, number: int) -> dict[str, Tensor]:
         if isinstance(sample, Mapping):
-            missing, unknown = {"tokens", "labels"} - sample.keys(), sample.keys() - set(KEYS)
+            missing, unknown = {"tokens", "labels"} - sample.keys(), sample.keys() - set(self._keys)
             if missing:
                 raise ValueError(f"{self._name}: sample {number} has no {' and no '.join(sorted(missing))}")
             if unknown:
                 raise ValueError(
                     f"{self._name}: sample {number} has {', '.join(map(repr, sorted(unknown)))}, which is not read; a "
-                    f"sample has {', '.join(KEYS)}"
+                    f"sample has {', '.join(self._keys)}"
                 )
             columns = {name: self._column(sample[name], name, number, self._width) for name in sample}
         else:
             ids = self._column(sample, "ids", number, self._width + 1)
             columns = {"tokens": ids[:-1], "labels": ids[1:]}
+        places = torch.arange(self._width)
         columns.setdefault("loss_mask", torch.ones(self._width, dtype=torch.int64))
-        columns.setdefault("position_ids", torch.arange(self._width))
+        if DOCUMENTS in self._keys:
+            documents = columns.setdefault(DOCUMENTS, torch.zeros_like(places))
+            end = int((documents >= 0).sum())
+            begins = torch.where(documents == places, places, 0).cummax(0).values
+            if end == 0 or not torch.equal(documents, torch.where(places < end, begins, -1)):
+                raise ValueError(
+                    f"{self._name}: documents of sample {number} have to be, for each token, the position of its "
+                    "document's first token, from 0 on, and -1 for padding behind them all"
+                )
+            if columns["loss_mask"][end:].any():
+                raise ValueError(f"{self._name}: sample {number} has loss_mask 1 where documents has -1, for padding")
+            if self._restarts:
+                columns.setdefault("position_ids", torch.where(documents < 0, 0, places - documents))
+        columns.setdefault("position_ids", places)
         return columns
 
     def _column(self, values: Sequence[int] | Tensor, name: str, number: int, width: int) -> Tensor:

@@ -71,6 +71,7 @@ def report_start(trainer: Trainer) -> None:
         *trainer.build_notes,
         *_precision_notes(run),
         *frozen,
+        *_document_notes(trainer),
         *_sharding_notes(run, ranks.world_size),
         *_overlap_notes(run, ranks.world_size),
         *_expert_notes(trainer),
@@ -124,6 +125,22 @@ _FP8_FORMS = {
     "scaled": "by torch's scaled product",
     "te": "by Transformer Engine",
 }
+
+
+def _document_notes(trainer: Trainer) -> list[str]:
+    """Say how many documents a training sequence has, and what is lost to padding."""
+    data, train = trainer.run.data, trainer.splits.train
+    if data.program_data or train is None or not data.reset_attention_mask:
+        return []
+    weights = getattr(train, "weights", [1.0])  # of a blend
+    documents = padding = 0.0
+    for weight, member in zip(weights, getattr(train, "datasets", [train])):
+        facts, share = member.facts(), weight / sum(weights)
+        documents, padding = documents + share * facts.documents, padding + share * facts.padding
+    counted = f"documents: {documents:.2f} of the index in a sequence on average"
+    if data.document_boundaries == "eod":
+        counted += ", where each end-of-document token ends one (--document-boundaries eod)"
+    return [f"{counted}; {100 * padding:.2f} % of positions are padding (--packing {data.packing})"]
 
 
 def _graph_notes(run: Run) -> list[str]:

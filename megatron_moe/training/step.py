@@ -230,6 +230,7 @@ def _own_sums(
         overflows=overflows,
         mtp_sums=mtp_sums.flatten(),
         sample_words=batches.take_sample_words() if isinstance(batches, BatchIterator) else NOTHING,
+        attended_pairs=batches.take_attended_pairs() if isinstance(batches, BatchIterator) else 0,
         bias_words=NOTHING,
         grad_norm_squares=squares,
         loss_scale=optimizer.get_loss_scale(),
@@ -338,6 +339,8 @@ def forward_step(
     # Attention is causal by construction; what the engine calls its mask are the documents, if these are kept apart.
     # Only for the logs of multi-token prediction: that loss goes with its target's, see model/mtp.py.
     mask = {"loss_mask": batch["loss_mask"]} if get_model_config(chunk).mtp_num_layers else {}
+    if get_attr_wrapped_model(chunk, "routers_know_documents"):
+        mask["padding_mask"] = batch[DOCUMENTS]
     run = chunk.build_schedule_plan if return_schedule_plan else chunk
     documents, positions = batch.get(DOCUMENTS), batch["position_ids"]
     if documents is not None and positions is not None:

@@ -109,6 +109,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="X",
         help="rows that a rank's experts get, over the mean (default: 1)",
     )
+    p.add_argument(
+        "--mean-document-length",
+        type=_positive(float),
+        metavar="TOKENS",
+        help="for --reset-attention-mask: count the attention of documents of this length (default: of sequences)",
+    )
     p.add_argument("--alternatives", type=int, default=5, metavar="N", help="layouts nearby to show (default: 5)")
     return p
 
@@ -140,6 +146,13 @@ def _main(argv: list[str]) -> int:
                 f"{Machine.memory_gib:g}, or drop it"
             )
     run = compat.parse(rest, _architecture, flags.world_size)
+    if flags.mean_document_length is not None and not run.data.reset_attention_mask:
+        raise ConfigError(
+            f"--mean-document-length {flags.mean_document_length:g}: documents of a sequence see each other; add "
+            "--reset-attention-mask, or drop it"
+        )
+    if flags.mean_document_length is None and run.data.reset_attention_mask:
+        say("--reset-attention-mask: attention is counted over sequences; --mean-document-length N counts documents")
     instead: dict[str, Any] = {}  # our own parts, for those that cannot be traced without their tensors' values
     if run.model.transformer_impl != "local":
         instead |= {"transformer_impl": "local", "attention_softmax_in_fp32": True}
@@ -164,6 +177,7 @@ def _main(argv: list[str]) -> int:
         peak_tflops=run.logging.peak_tflops or Machine.peak_tflops,
         mfu=flags.mfu,
         imbalance=flags.imbalance,
+        mean_document_length=flags.mean_document_length,
         **{name: getattr(flags, name) or getattr(Machine, name) for name in _OF_SEARCH},
     )
     if flags.fit is None:

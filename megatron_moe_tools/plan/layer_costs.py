@@ -207,7 +207,9 @@ class LayerCosts:
         ranks = math.lcm(sharding.tp * base.parallel.context_parallel_size, sharding.etp * sharding.ep)
         run, on = replace(base, **changes), self._machine
         at = min(at, stages - 1)
-        trace = trace_stage(run, stages * ranks, vocabulary(run), at, on.device, on.imbalance, on.gpus_per_node)
+        attended = on.attended_share(run.model.seq_length)
+        on_machine = (on.device, on.imbalance, on.gpus_per_node, attended)
+        trace = trace_stage(run, stages * ranks, vocabulary(run), at, *on_machine)
         (chunk,) = trace.chunks
         elements: Counter[BufferKind] = Counter()
         for buffer in trace.buffers:

@@ -71,6 +71,7 @@ class Machine:
         peak_tflops: peak of one device.
         mfu: share of the peak that the model's FLOPs are assumed to reach.
         imbalance: rows that a rank's experts get, over the mean.
+        mean_document_length: tokens of a document, where documents do not see each other; None: of a sequence.
         node_bandwidth, network_bandwidth: what a rank sends to its machine and to others, in GB/s.
         host_bandwidth: what a device exchanges with its machine's memory, in GB/s.
         memory_bandwidth: what a device reads or writes of its own memory, in GB/s.
@@ -83,11 +84,16 @@ class Machine:
     peak_tflops: float = 989.0
     mfu: float = 0.4
     imbalance: float = 1.0
+    mean_document_length: float | None = None
     node_bandwidth: float = 300.0
     network_bandwidth: float = 40.0
     host_bandwidth: float = 40.0
     memory_bandwidth: float = 3350.0
     host_memory_gib: float = 2000.0
+
+    def attended_share(self, seq_length: int) -> float:
+        """Return the pairs of a query and a key in equally long documents, over those of a sequence of one."""
+        return min(1.0, (self.mean_document_length or seq_length) / seq_length)
 
 
 def vocabulary(run: Run) -> int:

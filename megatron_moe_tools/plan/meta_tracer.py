@@ -195,6 +195,11 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     ),
 }
 
+_ATTENTION = (
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
+
 
 # The tracer.
 
@@ -239,14 +244,16 @@ class MetaTracer(LiveBytes):
 
     Args:
         logits_shape: (tokens, vocabulary) of this rank; tensors of that many elements are labelled "logits".
+        attended: share of the pairs of a query and a key that documents leave of a sequence's.
 
     Attributes:
         collectives: collectives so far.
         flops: FLOPs so far.
     """
 
-    def __init__(self, logits_shape: tuple[int, int]) -> None:
+    def __init__(self, logits_shape: tuple[int, int], attended: float = 1.0) -> None:
         super().__init__()
+        self.attended = attended
         self.collectives: list[Collective] = []
         self.flops = 0
         self._logits_shape = logits_shape
@@ -267,6 +274,8 @@ class MetaTracer(LiveBytes):
             kwargs["device"] = _META
         if not _makes_a_tensor(func):
             result, flops = _compute(func, args, kwargs)
+            if func.overloadpacket in _ATTENTION:
+                flops = round(flops * self.attended)
             self.flops += flops
             return result
         key = (func, *map(_key_of, args), *map(_key_of, kwargs.items()))
@@ -289,14 +298,14 @@ class MetaTracer(LiveBytes):
 
 
 @contextmanager
-def meta_device(device: str, logits_shape: tuple[int, int]) -> Iterator[MetaTracer]:
+def meta_device(device: str, logits_shape: tuple[int, int], attended: float = 1.0) -> Iterator[MetaTracer]:
     """Trace all operations in this context as on a machine with `device` ("cuda" or "cpu").
 
     Two fused kernels are replaced by stand-ins that keep for the backward pass what the kernels keep: attention without
     a score matrix, and the norm. On the meta device torch decomposes these, and keeps every intermediate result. Host
     memory of a device is labelled `HOST`.
     """
-    tracer = MetaTracer(logits_shape)
+    tracer = MetaTracer(logits_shape, attended)
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any
@@ -331,7 +340,8 @@ class _Attend(torch.autograd.Function):
         context = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)  # as the kernels lay it out
         logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, context, logsumexp)
-        ctx.tracer, ctx.flops = tracer, attention_flops(query.shape, key.shape, value.shape, causal)
+        flops = attention_flops(query.shape, key.shape, value.shape, causal)
+        ctx.tracer, ctx.flops = tracer, round(flops * tracer.attended)
         tracer.flops += ctx.flops
         return context
 

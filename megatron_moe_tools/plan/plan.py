@@ -495,6 +495,7 @@ def traced(
         device=machine.device,
         imbalance=machine.imbalance,
         gpus_per_node=machine.gpus_per_node,
+        attended=machine.attended_share(run.model.seq_length),
         stages=stages,
         known=known,
     )
@@ -536,7 +537,8 @@ def make_plan(
         )
     vocabulary_size, stages = vocabulary(run), len(traces)
     batch, micro_batches = run.derived.global_batch_size(world_size), run.derived.num_microbatches(world_size)
-    tokens, per_token = batch * run.model.seq_length, run.derived.flops_per_token(vocabulary_size)
+    tokens, keys = batch * run.model.seq_length, machine.attended_share(run.model.seq_length) * run.model.seq_length / 2
+    per_token = run.derived.flops_per_token(vocabulary_size, keys)
     of_model = tokens * per_token / world_size
     speed: dict[str, float | None] = dict.fromkeys(("peak_tflops", "tokens_per_second", "seconds_per_step"))
     if machine.device != "cpu" or run.logging.peak_tflops is not None:
@@ -556,6 +558,7 @@ def make_plan(
         "saving": saving_memory(run, traces, machine.gpus_per_node),
         "loading": loading_memory(run, traces, machine),
         "imbalance": machine.imbalance,
+        "mean_document_length": machine.mean_document_length,
         "ranks": ranks,
         "model_flops_per_token": per_token,
         "computed_flops_per_token": computed * micro_batches * (world_size // stages) / tokens,

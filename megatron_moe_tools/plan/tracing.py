@@ -115,6 +115,7 @@ def trace_ranks(
     device: str,
     imbalance: float,
     gpus_per_node: int = 8,
+    attended: float = 1.0,
     stages: Sequence[int] | None = None,
     known: dict[Hashable, RankTrace] | None = None,
 ) -> list[RankTrace]:
@@ -127,6 +128,7 @@ def trace_ranks(
         device: "cuda" or "cpu", the device that the run is planned for.
         imbalance: rows that a rank's experts get, over the mean.
         gpus_per_node: ranks of one machine; quantised gradients are added up inside it first, tokens copied.
+        attended: see `MetaTracer`.
         stages: the stages to trace; None: all.
         known: cache of earlier traces, also of runs with other flags; new traces are added.
     """
@@ -137,7 +139,7 @@ def trace_ranks(
     if stages is None:
         stages = range(last + 1)
     for stage in stages:
-        kind = (device, imbalance, gpus_per_node)
+        kind = (device, imbalance, gpus_per_node, attended)
         key = (run, world_size, vocabulary, *kind, _kind(run, stage))
         if key not in known:
             _logger.info("tracing stage %d of %d", stage + 1, last + 1)
@@ -175,6 +177,7 @@ def trace_stage(
     device: str,
     imbalance: float,
     gpus_per_node: int,
+    attended: float = 1.0,
 ) -> RankTrace:
     """Build and run one stage. Arguments: see `trace_ranks`."""
     per_stage = world_size // run.parallel.pipeline_model_parallel_size
@@ -188,7 +191,7 @@ def trace_stage(
     pg_collection: Any = groups.fake_world(run, ranks[0], world_size, gpus_per_node)
     try:
         seed_everything(run)
-        with without_loss_scale(), meta_device(device, shape) as tracer:
+        with without_loss_scale(), meta_device(device, shape, attended) as tracer:
             assert pg_collection.pp.rank() == stage
             offload = ActivationOffload.from_run(run)
             chunks = build_model(run, pg_collection, vocabulary, draw=False, offload=offload)

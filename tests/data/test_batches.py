@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from megatron_moe.config.schema import build
-from megatron_moe.data.batches import KEYS, added, batch_iterators, hex_of, micro_batch_indices, sample_words, words_of
+from megatron_moe.data.batches import (
+    KEYS,
+    added,
+    attended_pairs,
+    batch_iterators,
+    hex_of,
+    micro_batch_indices,
+    sample_words,
+    words_of,
+)
 from megatron_moe.data.datasets import build_datasets, reads_data
 from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.parallel import groups
@@ -220,6 +229,22 @@ def read_by(dp: int, micro_batch: int, steps: int, consumed: int, ramp: Any) -> 
         consumed += schedule.global_batch_size(consumed)
         hashes.append(hex_of(*added(rank.take_sample_words() for rank in ranks)))
     return order, hashes, consumed
+
+
+def test_the_pairs_of_documents_are_counted_once_whatever_shares_them():
+    class Apart(Numbered):
+        def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+            return {**super().__getitem__(i), "documents": torch.tensor([0, 1, 1, 1, 4, 4, 4, 4])}
+
+    run = make_run(reset_attention_mask=True, context_parallel_size=2)
+    pairs = []
+    for cp, dp in itertools.product(range(2), repeat=2):
+        groups = SimpleNamespace(tp=one(), pp=one(), cp=one(cp, 2), dp=one(dp, 2))
+        iterator = batch_iterators(Apart(), run, pg_collection=groups)[0]
+        next(iterator)
+        pairs += [iterator.take_attended_pairs(), iterator.take_attended_pairs()]
+    assert sum(pairs) == 2 * 2 * (1 + 6 + 10)
+    assert attended_pairs(torch.tensor([[0, 0, -1, -1]])) == 3
 
 
 @pytest.mark.parametrize("ramp", [None, (8, 4, 90)])

@@ -101,14 +101,17 @@ def test_a_damaged_or_swapped_file_ends_a_run_at_its_start(scene, suffix):
         assert f"data file {scene.path(suffix)} does not exist" in str(scene.verdict())
 
 
-@pytest.mark.parametrize("position", [7, 205])
-def test_an_id_beyond_the_vocabulary_is_found_at_the_start_or_in_its_batch(scene, position):
+PACKED = {"packing": "greedy", "reset_attention_mask": True}
+
+
+@pytest.mark.parametrize(("position", "flags"), [(7, {}), (205, {}), (215, PACKED), (219, PACKED)])
+def test_an_id_beyond_the_vocabulary_is_found_at_the_start_or_in_its_batch(scene, position, flags):
     """By the hash or by the scan; in a file too large for either, in the batch that holds it."""
     with open(scene.path(".bin"), "r+b") as file:
         file.seek(2 * position)
         file.write(struct.pack("<H", 5000))
     assert scene.verdict("--data-verify-gb", "0") is None, "the hash is not read beyond the limit"
-    run = scene.run(data_verify_gb=0.0, vocab_size=VOCABULARY)
+    run = scene.run(data_verify_gb=0.0, vocab_size=VOCABULARY, **flags, seq_length=18 if flags else 16)
     batches = batch_iterators(build_datasets(run, NullTokenizer(VOCABULARY), 24, 0, 0)[0], run)[0]
     with pytest.raises(ValueError) as caught:
         for _ in range(24):

@@ -30,6 +30,7 @@ def order(changes: dict, now: dict | None = None) -> list[str]:
     [
         ({"seed": 2}, "--seed: checkpoint 1, this run 2"),
         ({"seq_length": 128}, "--seq-length: checkpoint 64, this run 128"),
+        ({"packing": "greedy"}, "--packing: checkpoint none, this run greedy"),
         ({"split": "90,10,0"}, "--split: checkpoint 969,30,1, this run 90,10,0"),
         ({"data_path": ("0.4", "a", "0.6", "b")}, "weights of the training data: checkpoint (0.3, 0.7)"),
         ({"data_path": ("0.3", "b", "0.7", "a")}, "training data: checkpoint a, this run b"),

@@ -3,10 +3,12 @@
 import logging
 import os
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, build
@@ -100,17 +102,74 @@ def test_end_of_document_flags_reach_the_samples(write_ids):
     run = make_run(data_path=[prefix], split="1,0,0", reset_position_ids=True, eod_mask_loss=True)
     sample = build_datasets(run, tokenizer, 4, 0, 0)[0][0]
     assert sample["loss_mask"].tolist() == [float(i != 4) for i in sample["tokens"].tolist()]
-    first_eod = sample["tokens"].tolist().index(4)
-    assert sample["position_ids"].tolist()[first_eod + 1 : first_eod + 4] == [0, 1, 2]
+    assert sample["position_ids"].tolist() == list(range(S)), "no rotary position goes by an eod alone"
 
 
-def test_the_index_cache_lies_where_it_was_asked_to_without_files_of_small_epochs(counting, tmp_path, monkeypatch):
+APART = {"reset_attention_mask": True, "reset_position_ids": True}
+BOUNDARIES = {  # document_boundaries, packing -> documents, positions and the labels that count, of tokens 9 1 2 3 4 5
+    ("index", "none"): ([0, 0, 0, 3], [0, 1, 2, 0], [1, 1, 0, 1]),
+    ("eod", "none"): ([0, 1, 1, 1], [0, 0, 1, 2], [0, 1, 1, 1]),
+    ("index", "greedy"): ([0, 0, 2, 2], [0, 1, 0, 1], [1, 1, 1, 1]),
+    ("eod", "greedy"): ([0, 1, 2, 2], [0, 0, 0, 1], [0, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize(("boundaries", "packing"), BOUNDARIES)
+def test_documents_begin_where_the_index_or_an_eod_says(write_ids, monkeypatch, boundaries, packing):
+    monkeypatch.setattr(datasets.numpy.random, "RandomState", lambda seed: _InOrder())
+    prefix, tokenizer = write_ids([[9, 1, 2], [3, 4, 5]], vocab_size=VOCABULARY), NullTokenizer(VOCABULARY)
+    tokenizer.eod = 9
+    flags = {"document_boundaries": boundaries, "packing": packing, "split": "1,0,0", **APART}
+    sample = build_datasets(make_run(data_path=[prefix], seq_length=4, **flags), tokenizer, 1, 0, 0)[0][0]
+    assert sample["tokens"].tolist() == ([9, 1, 2, 3] if packing == "none" else [9, 1, 3, 4])
+    keys = ("documents", "position_ids", "loss_mask")
+    assert tuple(sample[key].tolist() for key in keys) == BOUNDARIES[boundaries, packing]
+
+
+class _InOrder:
+    def shuffle(self, array: Any) -> None: ...
+
+    def permutation(self, given: Any) -> Any:
+        return datasets.numpy.arange(given) if isinstance(given, int) else given
+
+
+@pytest.mark.parametrize("packing", ["greedy", "best-fit"])
+def test_packed_samples_have_every_prediction_once_and_no_loss_on_padding(write_ids, packing):
+    documents = [list(range(100 * i, 100 * i + length)) for i, length in enumerate((1, 2, 3, 9, 5, 18, 7, 4))]
+    prefix = write_ids(documents, vocab_size=VOCABULARY)
+    train = built(1, data_path=[prefix], packing=packing, **APART)
+    found = []
+    for sample in (train[i] for i in range(len(train))):
+        mask, padding = sample["loss_mask"] > 0, sample["documents"] < 0
+        assert torch.equal(mask, ~padding) and not sample["tokens"][padding].any()
+        assert torch.equal(sample["position_ids"][mask], (torch.arange(S) - sample["documents"])[mask])
+        found += zip(sample["tokens"][mask].tolist(), sample["labels"][mask].tolist())
+    assert sorted(found) == [pair for one in documents for pair in pairwise(one)]
+    facts = train.facts()
+    assert facts.padding == pytest.approx(1 - len(found) / (S * len(train)))
+    assert facts.documents == 9 / len(train)  # the document of 18 tokens is three parts, that of one is none
+    with pytest.raises(ConfigError, match="no document of two tokens"):
+        built(1, data_path=[write_ids([[1]] * 20, name="ones")], packing=packing, **APART)
+
+
+@pytest.mark.parametrize(("packing", "files"), [("none", 3), ("best-fit", 2)])
+def test_the_index_cache_lies_where_it_was_asked_to_without_files_of_small_epochs(
+    counting, tmp_path, monkeypatch, packing, files
+):
     cache = tmp_path / "cache"
-    small = rows(built(200, data_path=[counting], data_cache_path=str(cache)))
+    flags = {"data_path": [counting], "data_cache_path": str(cache), "packing": packing}
+    flags |= APART if packing != "none" else {}
+    small = rows(built(200, **flags))
     of_one_epoch = len(list(cache.rglob("*.npy")))
-    monkeypatch.setattr(datasets, "_SAMPLES_OF_A_SMALL_EPOCH", 73)
-    large = rows(built(200, data_path=[counting], data_cache_path=str(cache)))  # every epoch's is made at the start
-    assert small == large and of_one_epoch == 3 and len(list(cache.rglob("*.npy"))) == 9
+    monkeypatch.setattr(datasets, "_SAMPLES_OF_A_SMALL_EPOCH", 59)
+    large = rows(built(200, **flags))  # every epoch's is made at the start
+    assert small == large and of_one_epoch == files and len(list(cache.rglob("*.npy"))) > 2 * files
+    if packing != "none":  # what is in the cache is read, and what has been damaged is not
+        one = next(cache.rglob("*-parts.npy"))
+        one.write_bytes(one.read_bytes()[:-8])
+        assert rows(built(200, **flags)) == large
+        monkeypatch.setattr(datasets, "pack", None)
+        assert rows(built(200, **flags)) == large
     assert not (Path(counting).parent / "index_cache").exists()
     built(20, data_path=[counting])
     assert list((Path(counting).parent / "index_cache").rglob("*.npy"))
@@ -135,16 +194,17 @@ def test_short_samples_of_made_up_data_are_not_many_more_than_long_ones(length, 
         assert len(split) == pytest.approx(tokens / length, rel=0.1)
 
 
-@pytest.mark.parametrize("blend", [1, 2])
-def test_the_order_of_samples_does_not_depend_on_how_many_a_run_takes(counting, write_ids, blend):
+@pytest.mark.parametrize(("blend", "packing"), [(1, "none"), (2, "none"), (2, "greedy"), (1, "best-fit")])
+def test_the_order_of_samples_does_not_depend_on_how_many_a_run_takes(counting, write_ids, blend, packing):
+    flags = {} if packing == "none" else {"packing": packing, **APART}
     paths = [counting]
     if blend == 2:
         other = write_ids([list(range(700 + 5 * i, 705 + 5 * i)) for i in range(40)], name="o", vocab_size=VOCABULARY)
         paths = ["0.7", counting, "0.3", other]
     # 74 samples an epoch: a part of the first, one and a bit, four: what they share is the same
-    longest = rows(built(300, data_path=paths), 300)
+    longest = rows(built(300, data_path=paths, **flags), 300)
     for samples in (20, 74, 80, 148, 290):
-        assert rows(built(samples, data_path=paths), samples) == longest[:samples], samples
+        assert rows(built(samples, data_path=paths, **flags), samples) == longest[:samples], samples
 
 
 def test_every_epoch_holds_every_token_once_in_an_order_of_its_own(counting):

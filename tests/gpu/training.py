@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 import megatron_moe  # noqa: F401  (before the engine)
+from megatron_moe.checkpoint.save import Saver
+from megatron_moe.training import build as build_file
 from megatron_moe.training import step as step_file
 from tests.gpu.processes import ROOT, Child
 from tests.gpu.stage import Stage
@@ -61,8 +63,12 @@ def train(runs: list[tuple[str, list[str]]], fault: str, at: int) -> None:
         return result
 
     step_file.finalize_model_grads = finalize_with_fault
+    memory: list[tuple[str, int, int]] = []
+    Saver.save = noting_memory(memory, "save", Saver.save)  # type: ignore[method-assign]
+    build_file.load = noting_memory(memory, "load", build_file.load)
     for folder, argv in runs:
         sys.argv, steps[0] = ["pretrain_moe.py", *argv], 0
+        memory.clear()
         try:
             runpy.run_path(str(ROOT / "pretrain_moe.py"), run_name="__main__")
         except SystemExit as ended:
@@ -70,6 +76,28 @@ def train(runs: list[tuple[str, list[str]]], fault: str, at: int) -> None:
                 Path(folder, "failed").write_text(f"exit status {ended.code}")
         except Exception:
             Path(folder, "failed").write_text(traceback.format_exc()[-1500:])
+        Path(folder, "memory.json").write_text(json.dumps(memory))
+
+
+def noting_memory(memory: list[tuple[str, int, int]], what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function; its calls note by how many bytes the card's and this process's memory exceeded the start."""
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        Path("/proc/self/clear_refs").write_text("5")  # the process's peak is from now on
+        card, own = torch.cuda.memory_allocated(), _resident("VmRSS")
+        result = function(*arguments, **options)
+        memory.append((what, torch.cuda.max_memory_allocated() - card, _resident("VmHWM") - own))
+        return result
+
+    return noted
+
+
+def _resident(name: str) -> int:
+    """Return bytes of /proc/self/status."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
 
 
 def run_all(
@@ -147,6 +175,9 @@ def _resumed(stage: Stage, steps: int) -> None:
     whole, parts = found("whole"), found("parts")
     stage.holds("the resumed run goes on where it stopped", [line["iteration"] for line in parts] ==
                 list(range(1, steps + 1)), str([line["iteration"] for line in parts]))  # fmt: skip
+    for name in ("whole", "parts"):
+        for what, card, host in json.loads((stage.folder / name / "memory.json").read_text()):
+            stage.figure(f"memory of a {what}, beyond what was there", card_bytes=card, host_bytes=host)
     apart = {
         f"{key} of step {a['iteration']}": abs(a[key] - b[key]) / max(abs(a[key]), 1e-30)
         for a, b in zip(whole, parts)

@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "EP2": (2, ["--expert-model-parallel-size", "2", "--use-distributed-optimizer"]),
     "PP2": (2, ["--pipeline-model-parallel-size", "2"]),
     "ZeRO 2": (2, ["--data-parallel-sharding-strategy", "optim_grads"]),
-    "ZeRO 3 x EP2": (4, ["--use-torch-fsdp2", "--expert-model-parallel-size", "2", "--global-batch-size", "4"]),
+    "ZeRO 3 x EP2": (4, ["--use-torch-fsdp2", "--expert-model-parallel-size", "2"]),
     "TP2xEP2": (4, [*TP2, "--expert-model-parallel-size", "2"]),
 }
 
@@ -79,7 +79,7 @@ def flags(iterations: int, *more: str, eval_interval: int = 8) -> list[str]:
     """A tiny MoE with sigmoid routing, bias and dropout in bf16 on made-up tokens; all paths are relative."""
     return [
         "--preset", "tiny", "--mock-data", "--tokenizer-type", "ByteTokenizer", "--bf16", "--num-layers", "2",
-        "--moe-layer-freq", "[0]+[1]", "--seq-length", "16", "--hidden-size", "32", "--global-batch-size", "2",
+        "--moe-layer-freq", "[0]+[1]", "--seq-length", "16", "--hidden-size", "32", "--global-batch-size", "4",
         "--micro-batch-size", "1", "--hidden-dropout", "0.1", "--lr-decay-style", "cosine", "--lr-warmup-iters", "3",
         "--eval-interval", str(eval_interval), "--eval-iters", "1", "--health-interval", "0",
         "--train-iters", str(iterations),

@@ -20,17 +20,38 @@ def global_batch(length: int) -> dict[str, torch.Tensor]:
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": positions}
 
 
+def packed_batch(lengths: list[list[int]], length: int = 16) -> dict[str, torch.Tensor]:
+    """Sequences of documents of so many tokens, padded; a document's tokens are the same wherever it is."""
+    keys = ("tokens", "labels", "loss_mask", "position_ids", "documents")
+    batch = {key: torch.zeros(len(lengths), length, dtype=torch.int64) for key in keys}
+    batch["documents"].fill_(-1)
+    for row, documents in enumerate(lengths):
+        end = 0
+        for number in documents:
+            begin, end = end, end + number
+            ids = torch.randint(0, VOCAB, (number + 1,), generator=torch.Generator().manual_seed(number))
+            values = (ids[:-1], ids[1:], 1, torch.arange(number), begin)
+            for key, value in zip(keys, values):
+                batch[key][row, begin:end] = value
+    return {**batch, "loss_mask": batch["loss_mask"].float()}
+
+
 def share_of(
     batch: dict[str, torch.Tensor], pg_collection: Any, micro_batch_size: int
 ) -> list[dict[str, torch.Tensor]]:
     """This rank's micro-batches of a global batch."""
-    from megatron_moe.parallel.sequence import context_parallel_slice
+    from megatron_moe.parallel.sequence import balanced_places, context_parallel_slice
 
     cp, dp = pg_collection.cp, pg_collection.dp
     share = len(batch["tokens"]) // dp.size()
-    batch = {key: context_parallel_slice(tensor, cp.rank(), cp.size()) for key, tensor in batch.items()}
     starts = range(dp.rank() * share, (dp.rank() + 1) * share, micro_batch_size)
-    return [{key: tensor[at : at + micro_batch_size] for key, tensor in batch.items()} for at in starts]
+    found = [{key: tensor[at : at + micro_batch_size] for key, tensor in batch.items()} for at in starts]
+    if "documents" not in batch or cp.size() == 1:
+        return [{key: context_parallel_slice(one[key], cp.rank(), cp.size()) for key in one} for one in found]
+    for one in found:
+        places = torch.from_numpy(balanced_places(one["documents"].numpy(), cp.size()))
+        one.update({key: tensor[:, places[cp.rank()]] for key, tensor in one.items()}, places=places)
+    return found
 
 
 class Trainer:

@@ -56,7 +56,7 @@ BOUNDS = {
     "conditional expressions in the tools, per 1,000 lines": 9.8,
     "files that patch the engine": 7,
     "lines a setting": 21.8,
-    "files on a token's trip": 18,
+    "files on a token's trip": 17,
     "files a flag passes": 9,
     "climbs from pretrain on": 40,
 }

@@ -8,13 +8,24 @@ from megatron_moe.config.schema import Run
 from tests.helpers import model_cases
 
 SEQUENCES = model_cases.SEQUENCES
+PACKED = [[9, 4], [16], [3, 7, 2], [12]]
+PACKED_OTHERWISE = [[12, 3], [2, 9], [7, 4], [16]]
+APART = {
+    "reset_attention_mask": True,
+    "program_data": True,  # whose samples may have padding
+    "moe_seq_aux_loss_per": "document",
+    "calculate_per_token_loss": True,
+}
 
 
-def steps(run: Run, count: int = 1, loss_mask: torch.Tensor | None = None) -> dict[str, Any]:
+def steps(
+    run: Run, count: int = 1, loss_mask: torch.Tensor | None = None, packed: list[list[int]] = PACKED
+) -> dict[str, Any]:
     """Build the model and take a step of Adam, or more on the same global batch.
 
     Args:
         loss_mask: [4, S] of the global batch; None: as in `global_batch`.
+        packed: documents of the sequences, where these are kept apart.
 
     Returns:
         losses, mtp_losses, grad_norms of each step; counts: layer number -> tokens per expert in the last step.
@@ -27,7 +38,10 @@ def steps(run: Run, count: int = 1, loss_mask: torch.Tensor | None = None) -> di
 
     trainer = model_cases.Trainer(run)
     chunks = trainer.model
-    results = [trainer.step(**({} if loss_mask is None else {"loss_mask": loss_mask})) for _ in range(count)]
+    changes = model_cases.packed_batch(packed) if run.data.reset_attention_mask else {}
+    if loss_mask is not None:
+        changes["loss_mask"] = loss_mask
+    results = [trainer.step(**changes) for _ in range(count)]
     assert all(result.committed for result in results)
     update = results[-1].router_update
     with gathered_parameters(chunks):

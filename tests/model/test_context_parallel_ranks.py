@@ -26,7 +26,6 @@ from megatron_moe.model.context_parallel import (
     OverRanks,
     attend_pieces,
     attend_with_torch,
-    chunk_firsts,
     piece_gradients,
     pieces_of,
 )
@@ -421,7 +420,7 @@ def test_chunks_of_one_token_add_up_to_the_gradients_of_the_sequence():
         own, upstream, grad_query = (
             context_parallel_slice(one, rank, 3, dim=2) for one in (query, grad, wanted[0].grad)
         )
-        pieces = pieces_of(2, chunk_firsts(2, rank, 3))
+        pieces = pieces_of(2, rank, 3)
         results = attend_pieces(own, key, value, SCALE, pieces)
         found = piece_gradients(upstream, own, key, value, *results, SCALE, pieces)
         torch.testing.assert_close(found[0], grad_query)
@@ -436,7 +435,7 @@ def test_a_rank_holds_no_score_matrix():
     query, grad = torch.randn(1, n, length // 2, dk), torch.randn(1, n, length // 2, dv)
     key, value = torch.randn(1, g, length, dk), torch.randn(1, g, length, dv)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        pieces = pieces_of(length // 2, chunk_firsts(length // 2, 1, 2))
+        pieces = pieces_of(length // 2, 1, 2)
         context, logsumexp = attend_pieces(query, key, value, SCALE, pieces)
         piece_gradients(grad, query, key, value, context, logsumexp, SCALE, pieces)
     assert max(event.cpu_memory_usage for event in trace.events()) < length // 2 * length * n

@@ -129,6 +129,7 @@ MOE = {
     ),
     "moe_aux_loss_coeff": ((0.25,), AUX_LOSS, {"aux_losses": (("aux_loss", 0.25),)}),
     "moe_global_aux_loss_counts": ("running", EXPERTS, {"global_counts": "running"}),
+    "moe_seq_aux_loss_per": ("document", EXPERTS, {"seq_loss_per": "document"}),
     "moe_pad_expert_input_to_capacity": (True, CAPACITY, {"pad_to_capacity": True}),
     "moe_token_dispatcher_type": ("allgather", EXPERTS, {"dispatcher": "allgather"}),
     "moe_alltoall_by_node": (True, EXPERTS, {"dispatcher_settings": {"by_node": True}}),

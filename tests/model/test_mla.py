@@ -131,7 +131,7 @@ def test_a_partly_rotated_width_masks_and_outside_positions_are_refused(one_proc
         layer_of(replace(Run(), **SIZES, rotary_percent=0.5))
     groups.destroy()
     layer, x = layer_of(replace(Run(), **SIZES)), torch.randn(4, 1, 32)
-    with pytest.raises(ValueError, match="causal"):
+    with pytest.raises(ValueError, match="Documents.as_mask"):
         layer(x, attention_mask=torch.ones(1))
     with pytest.raises(ValueError, match="inference_context"):
         layer(x, inference_context=object())

@@ -139,13 +139,14 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "bf16 with an fp32 residual, overlapped reduction": (2, {**EP2, **HALF}, LATER),
     "TP2 with sequence parallelism, dropout": (2, {**SP2, **EP2, **ETP1, "hidden_dropout": 0.1}, OVERLAP),
     "PP2 in two chunks each, further predictions": (4, {**EP2, **VPP2, "mtp_num_layers": 1}, LATER),
+    "packed documents": (2, {**EP2, **mtp_cases.APART}, OVERLAP),
     "ETP2": (4, {**SP2, **EP2}, OVERLAP),
     "capacity": (2, {**EP2, "moe_expert_capacity_factor": 0.75}, LATER),
     "by node": (4, {"expert_model_parallel_size": 4, "moe_alltoall_by_node": True}, LATER),
     "DeepEP": (2, {**EP2, "moe_token_dispatcher_type": "flex"}, OVERLAP),
     "HybridEP": (2, {**EP2, "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}, LATER),
 }
-IN_TEST = list(CASES)[:5]
+IN_TEST = list(CASES)[:6]
 
 
 # What a layer's forward pass of one micro-batch and another's backward pass of the one before are put together to.

@@ -5,6 +5,7 @@ One router, tokens with padding in unequal numbers, and the reference over the w
 
 import math
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,13 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.data.batches import context_parallel_slice
 from megatron_moe.model.build import build_model
-from megatron_moe.moe.load_balance import GlobalBatch, count_tokens, updated_expert_bias
+from megatron_moe.moe.load_balance import (
+    GlobalBatch,
+    balance_share,
+    count_tokens,
+    document_balance_share,
+    updated_expert_bias,
+)
 from megatron_moe.moe.router import announce_global_batch, counting_ahead, routers
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
@@ -278,6 +285,20 @@ def test_counts_per_sequence_follow_the_engines_order_of_tokens() -> None:
     assert count_tokens(ids, 4, torch.tensor([False, True, False, False])).tolist() == [[2, 0, 1, 0]]
 
 
+def test_the_loss_per_document_is_that_of_each_document_alone() -> None:
+    documents = torch.tensor([[0, 0], [0, 1], [2, 1], [2, 1], [2, -1]])  # [S, B]
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.rand(5, 2, 4, generator=generator).topk(2).indices
+    scores = torch.rand(5, 2, 4, generator=generator) * (documents >= 0).unsqueeze(-1)
+    alone = 0.0
+    for row, first in ((0, 0), (0, 2), (1, 0), (1, 1)):
+        of_it = documents[:, row] == first
+        alone += balance_share(scores[of_it, row], count_tokens(ids[of_it, row], 4))
+    group: Any = SimpleNamespace(size=lambda: 1)
+    found = document_balance_share(scores.flatten(0, 1), ids.flatten(0, 1), documents.flatten(), 2, group)
+    torch.testing.assert_close(found, alone)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bias_step_has_the_bits_of_integer_arithmetic(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -373,6 +394,34 @@ def test_a_step_with_auxiliary_losses_per_token_and_unequal_masks_is_that_of_one
     alone = {**EACH_LOSS, **PER_TOKEN, "num_layers": flags.get("num_layers", 2)}
     (wanted,) = once(1, stepped, flags=alone, loss_mask=UNEQUAL)
     assert_same(gloo.run(ranks, stepped, flags=flags, loss_mask=UNEQUAL), wanted)
+
+
+def stepped_packed(flags: dict[str, Any], packed: list[list[int]]) -> dict[str, Any]:
+    return mtp_cases.steps(replace(Run(), **{**MODEL, **EACH_LOSS, **mtp_cases.APART, **flags}), packed=packed)
+
+
+PREDICTED = {"mtp_num_layers": 1}
+GROUPED = {"multi_latent_attention": False, "group_query_attention": True, "num_query_groups": 2}
+PACKINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "CP2, recomputed": (2, {**TP1_CP2, **FULL}),
+    "TP2, EP2, predictions": (2, {**TP2_SP, **EP2, "expert_tensor_parallel_size": 1, **PREDICTED}),
+    "TP2, PP2, predictions": (4, {**TP2_SP, "pipeline_model_parallel_size": 2, **PREDICTED}),
+    "grouped queries, CP2, predictions": (2, {**TP1_CP2, **GROUPED, **PREDICTED}),
+    "PP2, CP2": (4, {"pipeline_model_parallel_size": 2, **TP1_CP2, "micro_batch_size": 2}),
+}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("layout", rows(PACKINGS, test=list(PACKINGS)[:4]))
+def test_a_step_is_the_same_however_its_documents_are_packed_on_any_layout(gloo, once, layout):
+    """Padding is in no count, and losses per document do not ask what else is in the sequence."""
+    ranks, flags = PACKINGS[layout]
+    alone = {key: flags[key] for key in (*PREDICTED, *GROUPED) if key in flags}
+    (wanted,) = once(1, stepped_packed, flags=alone, packed=mtp_cases.PACKED)
+    tokens = sum(map(sum, mtp_cases.PACKED))
+    assert all(sum(counts) == tokens * 2 for counts in wanted["counts"].values())
+    assert_same(gloo.run(ranks, stepped_packed, flags=flags, packed=mtp_cases.PACKED_OTHERWISE), wanted)
 
 
 def gates(step: dict[str, Any]) -> dict[str, torch.Tensor]:

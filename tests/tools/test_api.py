@@ -160,18 +160,39 @@ def test_a_stream_is_the_list_of_its_samples_and_begins_anew(one_process: Any, t
         mm.train(settings(own=True, train_iters=6), data=Stream())
 
 
+TWO_DOCUMENTS = {"tokens": [1] * 16, "labels": [1] * 16}
+
+
 @pytest.mark.parametrize(
     ("sample", "said"),
     [
         (list(range(16)), r"ids of sample 0 are torch.int64 \[16\]"),
         ({"tokens": list(range(16))}, "has no labels"),
         ({"tokens": list(range(16)), "labels": list(range(16)), "loss_mask": [0.5] * 16}, "whole numbers"),
+        ({**TWO_DOCUMENTS, "documents": [0] * 8 + [9] * 8}, "documents of sample 0 have to be"),
+        ({**TWO_DOCUMENTS, "documents": [0] * 8 + [-1] * 8}, "loss_mask 1 where documents has -1"),
         ([64] * 17, "sample 0 has token id 64, and the vocabulary 64 ids"),
     ],
 )
 def test_a_sample_of_another_form_is_named(one_process: Any, sample: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        mm.train(settings(own=True), data=[sample])
+        mm.train(settings(own=True, reset_attention_mask="documents" in sample), data=[sample])
+
+
+def test_documents_of_a_program_do_not_see_each_other(one_process: Any) -> None:
+    """Two in one sample, the second with padding, train as each of them alone and padded."""
+    halves = [[*range(8), *[0] * 8], [*range(20, 26), *[0] * 10]]
+    apart = [{**one_document(row, length), "labels": row} for row, length in zip(halves, (8, 6))]
+    both = [*range(8), *range(20, 26), 0, 0]
+    packed = {**one_document(both, 14), "labels": both, "documents": [0] * 8 + [8] * 6 + [-1] * 2}
+    flags = {"own": True, "reset_attention_mask": True, "calculate_per_token_loss": True, "train_iters": 2}
+    runs = [mm.train(settings(**flags, global_batch_size=len(one)), data=one) for one in ([packed], apart)]
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=1e-5)
+
+
+def one_document(row: list[int], length: int) -> dict[str, list[int]]:
+    mask = [1] * length + [0] * (16 - length)
+    return {"tokens": row, "loss_mask": mask, "documents": [0] * length + [-1] * (16 - length)}
 
 
 @pytest.mark.parametrize(

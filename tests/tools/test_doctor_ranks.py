@@ -106,7 +106,7 @@ VISITS: dict[str, tuple[str, dict[str, Plant]]] = {
             ("dropped choices decoder.layers.1",),
         ),
         "multi-token prediction looks ahead within a rank's part of the sequence": Plant(
-            "parallel/sequence.py", "whole = all_gather_sequence(x.t(), group).t()",
+            "parallel/sequence.py", "whole = all_gather_sequence(x.t(), group, places).t()",
             "whole = torch.cat([x] * group.size(), dim=1)", "cp2-ep2+mtp", ("loss of multi-token prediction depth 1",),
         ),
     }),

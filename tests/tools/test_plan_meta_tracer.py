@@ -8,6 +8,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.model.build import build_model
 from megatron_moe.parallel import groups
+from megatron_moe_tools.plan.layouts import Machine
 from megatron_moe_tools.plan.meta_tracer import FORMULAS, LiveBytes, attention_flops, meta_device, storage_bytes
 from megatron_moe_tools.plan.tracing import trace_ranks
 
@@ -133,16 +134,21 @@ def test_flops_per_token_are_those_that_torch_counts(model):
     assert counter.get_total_flops() == wanted
 
 
-def planned_flops(run, device):
-    (trace,) = trace_ranks(run, 1, run.derived.padded_vocab_size(1000), device=device, imbalance=1.0)
+def planned_flops(run, device, **options):
+    ranks, vocabulary = run.parallel.context_parallel_size, run.derived.padded_vocab_size(1000)
+    (trace,) = trace_ranks(run, ranks, vocabulary, device=device, imbalance=1.0, **options)
     return trace.chunks[0].flops
 
 
+@pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_plan_counts_the_same(device):
-    run = build({**MLA, "mtp_num_layers": 1})
-    tokens = run.training.micro_batch_size * run.model.seq_length
-    assert planned_flops(run, device) == run.derived.flops_per_token(run.derived.padded_vocab_size(1000)) * tokens
+def test_a_plan_counts_the_same(device, cp):
+    run = build({**MLA, "mtp_num_layers": 1, "context_parallel_size": cp, "mla_cp_exchange": "expanded"})
+    tokens, vocabulary = run.training.micro_batch_size * run.model.seq_length, run.derived.padded_vocab_size(1000)
+    assert planned_flops(run, device) * cp == run.derived.flops_per_token(vocabulary) * tokens
+    machine = Machine(mean_document_length=run.model.seq_length / 8)
+    apart = planned_flops(run, device, attended=machine.attended_share(run.model.seq_length))
+    assert apart * cp == run.derived.flops_per_token(vocabulary, run.model.seq_length / 16) * tokens
 
 
 def test_recomputation_is_computed_and_not_in_the_models_flops():

@@ -57,6 +57,10 @@ def test_speed_is_that_of_a_peak_that_somebody_gave_or_a_gpus_and_counts_muon(tm
     assert "tokens/s" not in text and "--peak-tflops" in text
     cpu, _ = speed("--device cpu --peak-tflops 1")
     assert cpu["seconds_per_step"] == pytest.approx(989 * gpu["seconds_per_step"])
+    apart, _ = speed("--reset-attention-mask --mean-document-length 8")
+    assert apart["seconds_per_step"] < gpu["seconds_per_step"]
+    assert cli.main(f"{TINY} --world-size 2 --mean-document-length 8".split()) == 2
+    assert "add --reset-attention-mask" in capsys.readouterr().err
     muon, text = speed("--optimizer muon")
     assert muon["seconds_per_step"] * (1 - muon["muon_share"]) == pytest.approx(gpu["seconds_per_step"])
     assert 0 < muon["muon_share"] < 1 and f"Muon's iteration {muon['muon_share']:.1%}" in text

@@ -1,5 +1,6 @@
 """What is told about a step."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,9 +31,11 @@ NUMBERS |= {"sample_words": NOTHING, "bias_words": NOTHING, "mtp_sums": ()}
 RESULT = StepResult(router_update=UPDATE, **NUMBERS)
 
 
+SAMPLES = {"consumed_samples": 8, "global_batch_size": 8}
+
+
 def record(meter: Meter, iteration: int, seconds: float):
-    samples = {"consumed_samples": 8, "global_batch_size": 8}
-    return meter.record(RESULT, NO_EXPERT_LOAD, iteration=iteration, seconds=seconds, **samples)
+    return meter.record(RESULT, NO_EXPERT_LOAD, iteration=iteration, seconds=seconds, **SAMPLES)
 
 
 def test_expert_load_tells_the_worst_layer_the_empty_experts_and_the_largest_bias():
@@ -65,6 +68,12 @@ def test_rates_are_the_jobs_and_flops_the_devices():
     assert (step.tokens, step.tokens_per_second) == (8 * 64, 1024.0)
     tflops = RUN.derived.flops_per_token(384) * 1024.0 / 4 / 1e12
     assert step.model_tflops == pytest.approx(tflops) and step.mfu == pytest.approx(tflops / 2.0)
+    for length in (64, 16):  # 512 tokens in equally long documents
+        of_documents = replace(RESULT, attended_pairs=512 * (length + 1) / 2)
+        step = meter.record(of_documents, NO_EXPERT_LOAD, iteration=1, seconds=0.5, **SAMPLES)
+        tflops = RUN.derived.flops_per_token(384, length / 2) * 1024.0 / 4 / 1e12
+        assert step.model_tflops == pytest.approx(tflops)
+    assert RUN.derived.flops_per_token(384) == RUN.derived.flops_per_token(384, 32) > tflops * 1e12 * 4 / 1024
 
 
 def test_a_slow_first_step_does_not_count_for_the_time_left():

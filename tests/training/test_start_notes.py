@@ -1,6 +1,7 @@
 """What a run says at its start: how its flags were read, what changes nothing, where it departs from its dtype."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -71,6 +72,16 @@ def test_a_sharding_flag_without_an_effect_is_named():
     latent, expanded = (told(f"--context-parallel-size 2{words}") for words in ("", " --mla-cp-exchange expanded"))
     assert "--mla-cp-exchange latent: context-parallel ranks exchange 40 numbers" in latent[0]
     assert "--mla-cp-exchange expanded: context-parallel ranks exchange 160 numbers" in expanded[0]
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize(("packing", "padding"), [("none", "0.00"), ("greedy", "2.8")])
+def test_a_run_says_how_many_documents_a_sequence_has_and_what_padding_costs(packing, padding):
+    sink = Messages()
+    flags = f"--reset-attention-mask --packing {packing} --seq-length 128 --max-position-embeddings 128".split()
+    pretrain(compat.parse([*TINY, *flags], world_size=1), also=[sink])
+    (note,) = [text for text in sink.seen if text.startswith("documents:")]
+    assert re.search(rf"documents: 1\.\d\d of the index.*; {padding}.* % .*--packing {packing}", note)
 
 
 def test_data_parallel_gpus_are_told_once_which_overlaps_are_off(monkeypatch):

@@ -129,6 +129,12 @@ refuse(
     ),
     needs=LAYOUT,
 )
+refuse(
+    "documents_apart_need_our_attention",
+    ("reset_attention_mask", "transformer_impl"),
+    "Transformer Engine's attention does not keep documents apart here; use --transformer-impl local",
+    when=lambda run: run.data.reset_attention_mask and run.model.transformer_impl == "transformer_engine",
+)
 unread(
     ("mla_cp_exchange",),
     ("context_parallel_size", "multi_latent_attention"),

@@ -333,6 +333,18 @@ unread(
     "only global_aux_loss reads it; add --moe-router-load-balancing-type global_aux_loss or drop the flag",
     is_read=lambda run: _balances_by(run, "global_aux_loss"),
 )
+unread(
+    ("moe_seq_aux_loss_per",),
+    "moe_router_load_balancing_type",
+    "only seq_aux_loss reads it; add --moe-router-load-balancing-type seq_aux_loss or drop the flag",
+    is_read=lambda run: _balances_by(run, "seq_aux_loss"),
+)
+refuse(
+    "losses_per_document_need_documents",
+    ("moe_seq_aux_loss_per", "reset_attention_mask"),
+    "documents are not told apart; add --reset-attention-mask, or use --moe-seq-aux-loss-per sequence",
+    when=lambda run: run.moe.moe_seq_aux_loss_per == "document" and not run.data.reset_attention_mask,
+)
 refuse(
     "sinkhorn_chooses_by_itself",
     ("moe_router_load_balancing_type",),

@@ -79,6 +79,26 @@ def split_is_three_shares(run: Run) -> None:
         raise Refusal(("split",), "takes three shares with commas, train's above 0; e.g. --split 969,30,1")
 
 
+unread(
+    ("document_boundaries",),
+    "reset_attention_mask",
+    "documents are not told apart; add --reset-attention-mask or drop it",
+)
+refuse(
+    "packed_documents_are_apart",
+    ("packing", "reset_attention_mask"),
+    "what is packed does not belong together; add --reset-attention-mask, or use --packing none",
+    when=lambda run: run.data.packing != "none" and not run.data.reset_attention_mask,
+)
+refuse(
+    "program_packs_its_own_data",
+    ("packing", "program_data"),
+    "the samples of a program are taken as they are; say in their `documents` what belongs together, and use"
+    " --packing none",
+    when=lambda run: run.data.packing != "none" and run.data.program_data,
+)
+
+
 @rule(needs=FILES)
 def tokenizer_is_given(run: Run) -> None:
     """Require a tokenizer, which has the vocabulary; made-up tokens need its size alone."""
