@@ -27,12 +27,13 @@ from megatron_moe_tools.doctor.layouts import (
     choose,
     default_choice,
     documents_choice,
+    exempted,
     model,
     names_of,
     oracle_run,
 )
 from megatron_moe_tools.doctor.small_copy import PADDED_VOCABULARY, changed_fields, small_copy
-from megatron_moe_tools.launch.local_ranks import RankFailure
+from megatron_moe_tools.launch.local_ranks import LocalRanks, RankFailure
 
 if TYPE_CHECKING:  # flags are checked before torch is loaded
     from megatron_moe_tools.doctor.compare import DoctorReport
@@ -100,8 +101,8 @@ def _main(argv: list[str]) -> int:
     if flags.steps < 1 or not 0 < flags.timeout <= threading.TIMEOUT_MAX:
         raise ConfigError(f"--steps {flags.steps} --timeout {flags.timeout:g}: both have to be above 0, and finite")
     require_writable("--json", flags.json)
-    if flags.hf is not None:
-        return _documents_of_folder(flags, rest)
+    if flags.hf is not None and (not flags.documents or rest or flags.layouts or flags.list):
+        raise ConfigError(f"--hf {flags.hf}: goes with --documents, without layouts or a run's flags")
     if rest:
         own = compat.parse(rest, filled_in)
         # The rules of a real start, on the smallest number of ranks that the flags allow.
@@ -117,22 +118,28 @@ def _main(argv: list[str]) -> int:
     else:
         own, copy = model("demo")
         choice = default_choice(flags.ranks, flags.layouts)
-    given = choice
-    if flags.documents:
-        choice = documents_choice(choice, own.data.reset_position_ids)
+    if flags.documents and flags.hf is None:
+        for text in exempted(choice):
+            say(text)
+        choice = documents_choice(choice, own.data)
     if flags.list:
         say("\n".join(names_of(choice.layouts)))
         return SAME
-    if flags.documents:
-        return _documents(given, choice, flags)
     # Not before the flags are right: loading torch takes seconds.
     from megatron_moe_tools.doctor.compare import details
 
+    began = time.monotonic()
     try:
-        report = check_layouts(own, copy, choice, flags.steps, flags.timeout)
+        if flags.documents:
+            report = check_documents(choice, flags.timeout, flags.hf)
+        else:
+            report = check_layouts(own, copy, choice, flags.steps, flags.timeout)
     except RankFailure as error:
         say(f"the oracle, one process, could not be measured:\n{error}")
         return DIFFERENT
+    for layout, rule in report.refused:
+        say(f"not tried: {layout.name}: {rule}")
+    say(f"{time.monotonic() - began:.0f} s")
     for text in details(report):
         say(text)
     if flags.json is not None:
@@ -141,38 +148,34 @@ def _main(argv: list[str]) -> int:
     return DIFFERENT if report.failed else SAME
 
 
-def _documents(given: LayoutChoice, choice: LayoutChoice, flags: argparse.Namespace) -> int:
-    """Look for leaks between documents under every layout, and return the exit status."""
-    from megatron_moe_tools.doctor.leaks import details_of_leaks, exempted, find_leaks
+def check_documents(choice: LayoutChoice, seconds: float, folder: str | None) -> DoctorReport:
+    """Look for leaks between documents under every layout, or in the transformers model of a folder.
 
-    began = time.monotonic()
-    for text in exempted(given):
-        say(text)
-    findings = find_leaks(choice, flags.timeout)
-    for text in details_of_leaks(findings):
-        say(text)
-    say(f"{time.monotonic() - began:.0f} s")
-    if flags.json is not None:
-        refused = [{"layout": layout.name, "rule": rule} for layout, rule in choice.refused]
-        layouts = [finding.as_dict() for finding in findings]
-        replace_json(Path(flags.json), {"layouts": layouts, "refused": refused, "versions": versions()})
-        say(f"wrote {flags.json}")
-    return SAME if all(finding.good for finding in findings) else DIFFERENT
+    Args:
+        choice: of `layouts.documents_choice`.
+        seconds: a layout that takes longer has hung.
+    """
+    from megatron_moe_tools.doctor import compare, documents, leaks
 
-
-def _documents_of_folder(flags: argparse.Namespace, rest: list[str]) -> int:
-    """Look for leaks between documents in a transformers model, and return the exit status."""
-    if not flags.documents or rest or flags.layouts or flags.list:
-        raise ConfigError("--hf FOLDER: goes with --documents, without layouts or a run's flags")
-    from megatron_moe_tools.doctor.leaks import details_of_leaks, leaks_of_folder
-
-    finding = leaks_of_folder(Path(flags.hf))
-    for text in details_of_leaks([finding]):
-        say(text)
-    if flags.json is not None:
-        replace_json(Path(flags.json), {"layouts": [finding.as_dict()], "refused": [], "versions": versions()})
-        say(f"wrote {flags.json}")
-    return SAME if finding.good else DIFFERENT
+    about = {"versions": versions()}
+    if folder is not None:
+        return compare.DoctorReport(about, [leaks.leaks_of_folder(Path(folder))], verdicts=leaks.APART)
+    report = compare.DoctorReport(about, refused=choice.refused, verdicts=leaks.APART)
+    layouts = choice.layouts
+    ranks = max(layout.ranks for layout in layouts)
+    say(f"starting {ranks} processes for {len(layouts)} layouts; nothing leaves this machine, no GPU is used")
+    with LocalRanks(documents.probe_into, ranks, seconds=seconds, threads=1) as pool:
+        for number, layout in enumerate(layouts, start=1):
+            at = time.monotonic()
+            argument = {"flags": flatten(layout.run), "padded_vocab_size": PADDED_VOCABULARY}
+            try:
+                records = pool.call(argument, layout.ranks)
+            except RankFailure as failure:
+                report.findings.append(compare.FindingOfLayout(layout, time.monotonic() - at, error=str(failure)))
+            else:
+                report.findings.append(leaks.finding_of(layout, records, time.monotonic() - at))
+            say(compare.log_line(number, len(layouts), report.findings[-1]))
+    return report
 
 
 def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds: float) -> DoctorReport:
@@ -190,7 +193,7 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
     """
     from megatron_moe_tools.doctor import compare, measure
 
-    began, layouts = time.monotonic(), choice.layouts
+    layouts = choice.layouts
     given, defaults = flatten(own), flatten(Run())
     ranks = max(layout.ranks for layout in layouts)
     sizes = ", ".join(f"{name} {flatten(copy)[name]}" for name in _SIZES_SHOWN)
@@ -238,16 +241,12 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
             try:
                 whole = measure.assemble(pool.measure(dataclasses.replace(request, run=layout.run), layout.ranks))
             except RankFailure as failure:
-                finding = compare.LayoutFinding(layout, time.monotonic() - at, error=str(failure))
+                report.findings.append(compare.FindingOfLayout(layout, time.monotonic() - at, error=str(failure)))
             else:
                 comparison = compare.compare(whole, oracle, compare.tolerances_of(layout.run))
                 fits = compare.matching_patterns(whole, oracle, comparison, one_process=not layout.masked)
-                finding = compare.LayoutFinding(layout, time.monotonic() - at, comparison, fits)
-            report.findings.append(finding)
-            say(compare.log_line(number, len(layouts), finding))
-    for layout, rule in choice.refused:
-        say(f"not tried: {layout.name}: {rule}")
-    say(f"{time.monotonic() - began:.0f} s")
+                report.findings.append(compare.LayoutFinding(layout, time.monotonic() - at, comparison, fits))
+            say(compare.log_line(number, len(layouts), report.findings[-1]))
     return report
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES, ParallelConfig, PrecisionConfig
+from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.config import filled_in
 from megatron_moe_tools import compat
@@ -201,54 +202,53 @@ PACKED_LENGTH = 32
 """Tokens of a sequence with several documents."""
 
 
-def documents_choice(choice: LayoutChoice, restart: bool = False) -> LayoutChoice:
+def documents_choice(choice: LayoutChoice, data: DataConfig) -> LayoutChoice:
     """Return one process of each model and the layouts of several ranks, with documents that do not see each other.
 
-    Auxiliary losses are left out: they are meant to see all tokens. So is what `mixed_by_routing` names.
+    Auxiliary losses are left out: they are meant to see all tokens. So is what `exempted` names.
 
     Args:
-        restart: whether positions start again with each document.
+        data: the run's own, for whether positions restart and sequences are padded.
     """
     layouts, alone = [], set()
     for layout in choice.layouts:
+        flags = dict(layout.flags)
         if layout.ranks == 1:
             if layout.model in alone:
                 continue
             alone.add(layout.model)
-            flags = dict(layout.flags)
             for name in ("micro_batch_size", "calculate_per_token_loss"):
                 flags.pop(name, None)
-            layout = dataclasses.replace(layout, name=f"one-process+{layout.model or 'own'}", flags=flags)
-        layouts.append(_apart(layout, restart))
+            layout = dataclasses.replace(layout, name=f"one-process+{layout.model or 'own'}")
+        copy, micro_batches = layout.copy, 2 * layout.ranks  # two on each replica
+        for kind in ("TP", "PP", "CP"):
+            micro_batches //= flags.get(_SIZES[kind]) or 1
+        settings: dict[str, Any] = {
+            "reset_attention_mask": True,
+            "reset_position_ids": data.reset_position_ids,
+            "packing": data.packing,
+            "seq_length": PACKED_LENGTH,
+            "global_batch_size": micro_batches * copy.training.micro_batch_size,
+        }
+        if copy.precision.fp16:
+            settings["initial_loss_scale"] = 1.0
+        if copy.moe.num_experts is not None:
+            settings |= {"moe_router_load_balancing_type": ("none",), "moe_aux_loss_coeff": (0.0,)}
+            settings |= {"moe_z_loss_coeff": None, "moe_expert_capacity_factor": None}
+            settings["moe_pad_expert_input_to_capacity"] = flags["moe_pad_expert_input_to_capacity"] = False
+        layouts.append(dataclasses.replace(layout, copy=replace(copy, **settings), flags=flags))
     return _chosen(layouts, (), choice.reduced_from)
 
 
-def _apart(layout: Layout, restart: bool) -> Layout:
-    copy, flags = layout.copy, dict(layout.flags)
-    model_ranks = 1
-    for kind in ("TP", "PP", "CP"):
-        model_ranks *= flags.get(_SIZES[kind]) or 1
-    settings: dict[str, Any] = {"reset_attention_mask": True, "reset_position_ids": restart}
-    settings["seq_length"] = PACKED_LENGTH
-    # two micro-batches
-    settings["global_batch_size"] = 2 * copy.training.micro_batch_size * (layout.ranks // model_ranks)
-    if copy.precision.fp16:
-        settings["initial_loss_scale"] = 1.0
-    if copy.moe.num_experts is not None:
-        settings |= {"moe_router_load_balancing_type": ("none",), "moe_aux_loss_coeff": (0.0,)}
-        settings |= {"moe_z_loss_coeff": None, "moe_expert_capacity_factor": None}
-        settings["moe_pad_expert_input_to_capacity"] = flags["moe_pad_expert_input_to_capacity"] = False
-    return dataclasses.replace(layout, copy=replace(copy, **settings), flags=flags)
-
-
-def mixed_by_routing(run: Run) -> list[str]:
-    """Return the flags with which tokens compete for experts, so that a document's choices depend on the others."""
-    found = []
-    if run.moe.num_experts is not None and run.moe.moe_expert_capacity_factor is not None:
-        found.append(f"--moe-expert-capacity-factor {run.moe.moe_expert_capacity_factor:g}")
-    if run.moe.num_experts is not None and "sinkhorn" in run.moe.moe_router_load_balancing_type:
-        found.append("--moe-router-load-balancing-type sinkhorn")
-    return found
+def exempted(choice: LayoutChoice) -> list[str]:
+    """Return a line about each flag with which tokens compete for experts, which `documents_choice` leaves out."""
+    found: dict[str, None] = {}
+    for moe in (layout.copy.moe for layout in choice.layouts if layout.copy.moe.num_experts is not None):
+        if moe.moe_expert_capacity_factor is not None:
+            found[f"--moe-expert-capacity-factor {moe.moe_expert_capacity_factor:g}"] = None
+        if "sinkhorn" in moe.moe_router_load_balancing_type:
+            found["--moe-router-load-balancing-type sinkhorn"] = None
+    return [f"{flag}: tokens of all documents compete for experts; left out here" for flag in found]
 
 
 def _chosen(layouts: list[Layout], wanted: Sequence[str], reduced_from: str) -> LayoutChoice:
