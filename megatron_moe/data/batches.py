@@ -30,9 +30,10 @@ from megatron_moe.parallel.sequence import balanced_places, context_parallel_sli
 from megatron_moe.platform.protocols import ProcessGroups
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-DOCUMENTS, PLACES = "documents", "places"
+DOCUMENTS, PLACES, HOST_DOCUMENTS = "documents", "places", "documents on the host"
 """Of each token the place in its sequence of its document's first one, -1 for padding, where documents do not see each
-other; and, with ranks that share a sequence, the places of their tokens, the same in all sequences of a micro-batch."""
+other; with ranks that share a sequence, the places of their tokens, the same in all sequences of a micro-batch; both
+together, [B + CP, S / CP] or [B, S], in the memory of the host, if it has read them."""
 Batch = dict[str, "Tensor | None"]
 
 
@@ -204,24 +205,35 @@ class Receiver:
         self._device = platform.device()
 
     def __call__(self, packed: Tensor | None) -> Batch:
+        on_host = None
         if packed is None:
             packed = torch.empty(self._shape, dtype=torch.int64, device=self._device)
         else:
+            if DOCUMENTS in self._keys:
+                first = self._keys.index(DOCUMENTS)
+                own, places = self._own(packed[first:])
+                on_host = own[0] if places is None else torch.cat((own[0], places))
             packed = packed.to(self._device, non_blocking=True)
         if self._tp is not None:
             # One message for all keys: the loss mask is 0 or 1, exact as an integer.
             torch.distributed.broadcast(packed, torch.distributed.get_process_group_ranks(self._tp)[0], group=self._tp)
-        places = None
-        if PLACES in self._keys and self._cp is not None:
-            places = packed[-1, 0].view(self._cp.size(), -1)
-            packed = packed[..., places[self._cp.rank()]]
-        elif self._cp is not None:
-            packed = context_parallel_slice(packed, self._cp.rank(), self._cp.size())
+        packed, places = self._own(packed)
         batch: Batch = dict(zip(self._keys, packed.unbind()))
         if places is not None:
             batch[PLACES] = places
+        if on_host is not None:
+            batch[HOST_DOCUMENTS] = on_host
         batch["loss_mask"] = packed[self._keys.index("loss_mask")].float()
         return batch
+
+    def _own(self, packed: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's part [..., S / CP] of what is packed, and the places [CP, S / CP] of all ranks."""
+        if self._cp is None:
+            return packed, None
+        if PLACES in self._keys:
+            places = packed[-1, 0].view(self._cp.size(), -1)
+            return packed[..., places[self._cp.rank()]], places
+        return context_parallel_slice(packed, self._cp.rank(), self._cp.size()), None
 
 
 # The hash of the samples that a step read, as 64 bits: it is the same for the same samples at the same positions,

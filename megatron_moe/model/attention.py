@@ -233,9 +233,9 @@ def largest_in_pieces(
     places = None if documents is None else documents.places
     keys = all_gather_sequence(key, over.group, places) if over.gathers else key
     largest = [query.new_full(query.shape[2:3], -math.inf, dtype=torch.float32)]
-    for rows, queries, own, earlier in over.pieces(query.shape[0], documents):
-        if documents is not None and documents.firsts[rows.start, queries.start] < 0:
-            continue  # padding
+    for rows, queries, own, earlier, padding in over.pieces(query.shape[0], documents):
+        if padding:
+            continue
         seen = keys[earlier.start : own.stop, rows]
         largest.append(largest_logits(query[queries, rows], seen, scale, own.start - earlier.start))
     return torch.stack(largest).amax(0)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -30,7 +31,15 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_moe import platform
-from megatron_moe.parallel.sequence import Documents, all_gather_sequence, by_rank, chunk_numbers
+from megatron_moe.parallel.sequence import (
+    Documents,
+    HostDocuments,
+    all_gather_sequence,
+    by_rank,
+    chunk_numbers,
+    once,
+)
+from megatron_moe.platform.hardware import capability, on_device
 from megatron_moe.platform.protocols import AutogradContext
 
 
@@ -86,13 +95,14 @@ class Piece(NamedTuple):
     """Neighbouring queries that see the same earlier keys, and each its own key and those between.
 
     rows: the sequences of the micro-batch. queries: their places in this rank's part. own: the keys of the same tokens,
-    in the whole sequence. earlier: the keys before them.
+    in the whole sequence. earlier: the keys before them. padding: whether they are of no document.
     """
 
     rows: slice
     queries: slice
     own: slice
     earlier: slice
+    padding: bool = False
 
 
 def pieces_of(length: int, rank: int, size: int, documents: Documents | None = None) -> list[Piece]:
@@ -104,16 +114,22 @@ def pieces_of(length: int, rank: int, size: int, documents: Documents | None = N
             Piece(slice(None), slice(at * count, (at + 1) * count), slice(first, first + count), slice(0, first))
             for at, first in enumerate(firsts)
         ]
-    places = torch.arange(length) if documents.places is None else documents.places[rank].cpu()
+    asked = (rank, size, tuple(documents.firsts.shape))
+    return once(documents.firsts, asked, lambda: _pieces_of_documents(length, rank, documents.on_host()))
+
+
+def _pieces_of_documents(length: int, rank: int, documents: HostDocuments) -> list[Piece]:
+    places = documents.places[rank] if len(documents.places) else torch.arange(length)
     found = []
-    for row, firsts_of_row in enumerate(documents.firsts.cpu()):
+    for row, firsts_of_row in enumerate(documents.firsts):
         ends = ((places.diff() != 1) | (firsts_of_row.diff() != 0)).nonzero().flatten() + 1
         begin = 0
         for end in (*ends.tolist(), length):
-            place = int(places[begin])
-            first = int(firsts_of_row[begin]) if firsts_of_row[begin] >= 0 else place  # padding sees only itself
+            place, first = int(places[begin]), int(firsts_of_row[begin])
+            padding = first < 0
+            earlier = slice(place if padding else first, place)  # padding sees only itself
             own = slice(place, place + end - begin)
-            found.append(Piece(slice(row, row + 1), slice(begin, end), own, slice(first, place)))
+            found.append(Piece(slice(row, row + 1), slice(begin, end), own, earlier, padding))
             begin = end
     return found
 
@@ -293,12 +309,14 @@ def attend_with_torch(
     The last query of a piece sees the last key that the piece may see, which is torch's lower-right causal mask; its
     kernels for CUDA need no mask in memory. Autograd saves the keys and values of the whole sequence.
     """
+    if documents is not None and not dropout and over.group.size() == 1 and packs(query, value):
+        return attend_packed(query, key, value, scale, over, documents)
     from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, so where it is needed
 
     key, value, grouped = for_kernels(query, over.whole(key, documents), over.whole(value, documents))
     attend = platform.kernel(F.scaled_dot_product_attention)
     by_row: dict[int | None, list[Tensor]] = {}
-    for rows, queries, own, earlier in over.pieces(query.shape[2], documents):
+    for rows, queries, own, earlier, _ in over.pieces(query.shape[2], documents):
         seen = slice(earlier.start, own.stop)
         # The mask is a description and not a matrix. Its tensor class cannot be created under a dispatch mode, so the
         # modes that audit or count operations are disabled while it is.
@@ -308,6 +326,46 @@ def attend_with_torch(
         context = attend(*operands, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped)
         by_row.setdefault(rows.start, []).append(context)
     return torch.cat([torch.cat(contexts, dim=2) for contexts in by_row.values()])
+
+
+def packs(query: Tensor, value: Tensor) -> bool:
+    """Return whether `attend_packed` takes these: half precision from Ampere on, and a width that the kernel has.
+
+    torch's function takes groups from 2.12 on.
+    """
+    if query.dtype not in (torch.bfloat16, torch.float16) or torch.__version__ < "2.12":
+        return False
+    found, width = capability(query), max(query.shape[-1], value.shape[-1])
+    return found is not None and found >= (8, 0) and width % 8 == 0 and width <= 256
+
+
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, over: OverRanks, documents: Documents
+) -> Tensor:
+    """Attend on one rank in one call of torch's flash kernel for sequences of several lengths, each of them a piece.
+
+    The kernel has one width: zeros fill up the narrower. Not verified on a card.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, heads, length, key_width = query.shape
+    value_width, grouped = value.shape[-1], key.shape[1] != heads
+    narrow = value_width - key_width
+    # [B x S, heads, width], in which the rows of each piece are neighbours
+    query, key, value = (
+        F.pad(tensor, (0, max(0, missing))).transpose(1, 2).flatten(0, 1)
+        for tensor, missing in ((query, narrow), (key, narrow), (value, -narrow))
+    )
+
+    lengths = [piece.own.stop - piece.own.start for piece in over.pieces(length, documents)]
+    longest, ends = max(lengths), [0, *accumulate(lengths)]
+    on_card = once(documents.firsts, "ends of documents", lambda: on_device(ends, torch.int32, query.device))
+    causal = (-1, 0)
+    context = varlen_attn(
+        query, key, value, on_card, on_card, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped
+    )
+    assert isinstance(context, Tensor), "no logsumexp was asked for"
+    return context[..., :value_width].unflatten(0, (batch, length)).transpose(1, 2)
 
 
 def for_kernels(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, bool]:

@@ -106,13 +106,8 @@ def mark_matrices(run: Run, chunks: Sequence[torch.nn.Module]) -> list[tuple[tor
 
 
 def matrix_cost(weight: Tensor) -> MatrixCost | None:
-    """Return what a weight that Muon updates costs it; None for any other weight."""
+    """Return what a weight that Muon updates, which has no second moment, costs it; None for any other weight."""
     return _COSTS.get(weight)
-
-
-def is_matrix(weight: Tensor) -> bool:
-    """Return whether Muon updates a weight; it has no second moment then."""
-    return weight in _COSTS
 
 
 def flops_of_block(layout: MatrixLayout, shape: tuple[int, ...], tp_size: int) -> float:

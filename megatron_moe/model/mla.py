@@ -374,8 +374,10 @@ class Rotary:
         rotation is computed in fp32, and rounded once in both directions. positions: [S / CP, B] int64, from 0 to
         below S; None: places in the sequence.
         """
-        tables = self.tables(rest.shape[0], rest.device) if positions is None else self.tables_of(positions)
-        return _JoinPositions.apply(rest, positional, *tables)
+        if positions is None:
+            return _JoinPositions.apply(rest, positional, *self.tables(rest.shape[0], rest.device))
+        tables = self._cached(positions.shape[0] * self._cp_size, positions.device, 1)
+        return _JoinPositions.apply(rest, positional, *(table[positions, 0] for table in tables))
 
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cos and sin of this rank's `length` positions, fp32 [length, 1, 1, width / 2], times the amplitude.
@@ -383,11 +385,6 @@ class Rotary:
         They are cached for the next call.
         """
         return self._cached(length * self._cp_size, device, self._cp_size)
-
-    def tables_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of positions [S / CP, B], fp32 [S / CP, B, 1, width / 2]."""
-        cos, sin = self._cached(positions.shape[0] * self._cp_size, positions.device, 1)
-        return cos[positions, 0], sin[positions, 0]
 
     def _cached(self, length: int, device: torch.device, parts: int) -> tuple[Tensor, Tensor]:
         key = (length, device, parts)

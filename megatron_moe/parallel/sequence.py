@@ -11,12 +11,14 @@ are cut into blocks that are given to ranks by their cost (`balanced_places`). S
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_moe.parallel.collectives import all_gather_rows
 
@@ -72,20 +74,62 @@ class Documents(NamedTuple):
             )
         return cls(mask[:batch], mask[batch : 2 * batch], mask[2 * batch :] if len(mask) > 2 * batch else None)
 
-    def as_mask(self) -> Tensor:
-        """Return all as one tensor, as which the engine hands them on."""
-        return torch.cat(tuple(part for part in self if part is not None))
+    def as_mask(self, on_host: Tensor | None = None) -> Tensor:
+        """Return all as one tensor, as which the engine hands them on.
+
+        Args:
+            on_host: [B + CP, S / CP] or [B, S], firsts and places in the host's memory, for which it then never waits.
+        """
+        mask = torch.cat(tuple(part for part in self if part is not None))
+        if on_host is not None:
+            batch = len(self.firsts)
+            once(mask, "on host", lambda: HostDocuments(on_host[:batch], on_host[batch:]))
+        return mask
+
+    def on_host(self) -> HostDocuments:
+        """Return what a host needs to start kernels, for which it waits once a mask if nobody gave it."""
+        places = self.firsts[:0] if self.places is None else self.places
+        parts = (self.firsts, places)
+        return once(self.firsts, "on host", lambda: HostDocuments(*(part.to("cpu", copy=True) for part in parts)))
 
 
-MOST_BLOCKS, SMALLEST_BLOCK, BALANCED = 64, 8, 1.02
-"""Blocks of a rank, at most, and tokens of a block, at least; fewer where the most work is this share of the mean."""
+class HostDocuments(NamedTuple):
+    """The firsts and places of `Documents` in the host's memory; no places [0, S] without context parallelism."""
+
+    firsts: Tensor
+    places: Tensor
+
+
+T = TypeVar("T")
+_made: dict[StorageWeakRef, tuple[int, dict[Hashable, Any]]] = {}
+
+
+def once(tensor: Tensor, what: Hashable, make: Callable[[], T]) -> T:
+    """Return what `make` returns, which is called once for all who ask the same of a tensor's memory.
+
+    All layers ask the same of a micro-batch's documents. It is forgotten with the memory, or with a write to it, and
+    may not hold any of it.
+    """
+    key, version = StorageWeakRef(tensor.untyped_storage()), 0 if tensor.is_inference() else tensor._version
+    found = _made.get(key)
+    if found is None or found[0] != version:
+        for gone in [one for one in _made if one.expired()]:
+            del _made[gone]
+        found = _made[key] = (version, {})
+    if what not in found[1]:
+        found[1][what] = make()
+    return found[1][what]
+
+
+MOST_BLOCKS, BALANCED = 64, 1.02
+"""Blocks of a rank, at most; fewer where the most work of a rank is this share of the mean."""
 
 
 def balanced_places(firsts: numpy.ndarray, size: int) -> numpy.ndarray:
     """Return the positions of each rank's tokens, int64 [size, S / size], ascending within a rank.
 
     The longest attention first, each block goes to the rank with the least so far, until it has its number of blocks.
-    With one document that is the split into 2 x size chunks. Blocks are halved until ranks have equal work.
+    With one document that is the split into 2 x size chunks. Blocks get smaller until ranks have equal work.
 
     Args:
         firsts: int64 [B, S], for each token the position of the first one that it sees; -1: padding, which sees none.
@@ -93,15 +137,12 @@ def balanced_places(firsts: numpy.ndarray, size: int) -> numpy.ndarray:
     length = firsts.shape[1]
     place = numpy.arange(length)
     work = numpy.where(firsts < 0, 0, place - firsts + 1).sum(axis=0)
-    blocks = 2
-    while True:
+    for blocks in (count for count in range(2, MOST_BLOCKS + 1) if length % (size * count) == 0):
         of_block = work.reshape(size * blocks, -1).sum(axis=1)
         owned, loads = _shared_out(of_block, size)
-        halved = length // (size * blocks * 2)
-        even = max(loads) * size <= BALANCED * max(int(of_block.sum()), 1)
-        if even or 2 * blocks > MOST_BLOCKS or halved < SMALLEST_BLOCK or length % (size * blocks * 2):
-            return place.reshape(size * blocks, -1)[owned].reshape(size, -1)
-        blocks *= 2
+        if max(loads) * size <= BALANCED * int(of_block.sum()):
+            break
+    return place.reshape(owned.size, -1)[owned].reshape(size, -1)
 
 
 def _shared_out(work: numpy.ndarray, size: int) -> tuple[numpy.ndarray, list[int]]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.data.batches import DOCUMENTS, NOTHING, PLACES, Batch, BatchIterator, added, words_of
+from megatron_moe.data.batches import DOCUMENTS, HOST_DOCUMENTS, NOTHING, PLACES, Batch, BatchIterator, added, words_of
 from megatron_moe.engine.cuda_graphs import CudaGraphs
 from megatron_moe.engine.optimizer import parts
 from megatron_moe.engine.schedules import (
@@ -344,7 +344,7 @@ def forward_step(
     run = chunk.build_schedule_plan if return_schedule_plan else chunk
     documents, positions = batch.get(DOCUMENTS), batch["position_ids"]
     if documents is not None and positions is not None:
-        documents = Documents(documents, positions, batch.get(PLACES)).as_mask()
+        documents = Documents(documents, positions, batch.get(PLACES)).as_mask(batch.get(HOST_DOCUMENTS))
     output = run(batch["tokens"], positions, documents, labels=batch["labels"], **mask)
     # A loss per token is divided at the end of the step, by the tokens of the whole global batch.
     per_token = get_model_config(chunk).calculate_per_token_loss

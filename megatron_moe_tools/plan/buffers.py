@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.model.fully_sharded import Sharding, Unit, is_quantized, shard_axis
-from megatron_moe.model.matrices import is_matrix, matrix_cost
+from megatron_moe.model.matrices import matrix_cost
 from megatron_moe.parallel.groups import neighbours
 from megatron_moe.parallel.quantized_collectives import QuantizedAllGather, QuantizedReduceScatter, Segments
 from megatron_moe.platform.protocols import AutogradContext
@@ -110,7 +110,7 @@ def buffers_of(chunks: Sequence[Any]) -> Iterator[Buffer]:
             ranks = ranks_of(one.data_parallel_group)
             matrices = [0] * len(ranks)  # elements that Muon updates on each, where each bucket is cut among the ranks
             for parameter, (start, end, number) in one.param_index_map.items():
-                if not is_matrix(parameter):
+                if matrix_cost(parameter) is None:
                     continue
                 bucket = one.buckets[number]
                 share = bucket.grad_data.numel() // len(ranks)

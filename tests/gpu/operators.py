@@ -13,6 +13,7 @@ from megatron_moe import platform
 from megatron_moe.config.schema import Run
 from megatron_moe.model import attention as attentions
 from megatron_moe.model.build import _Lookup
+from megatron_moe.model.context_parallel import OverRanks, attend_with_torch
 from megatron_moe.model.cross_entropy import cross_entropy, linear_cross_entropy
 from megatron_moe.model.mla import rotated
 from megatron_moe.model.norm import RMSNorm
@@ -22,6 +23,7 @@ from megatron_moe.moe.grouped_gemm import TorchProduct, gate_product
 from megatron_moe.moe.grouped_gemm_fp8 import E4M3, E5M2, TILE, Tiles, TransformerEngineFp8, why_not_by_triton
 from megatron_moe.moe.grouped_gemm_fp8 import fp8_products as kernels_of
 from megatron_moe.parallel import groups
+from megatron_moe.parallel.sequence import Documents
 from tests.gpu.stage import Stage
 from tests.helpers.errors import worst
 
@@ -259,20 +261,31 @@ def attention(stage: Stage, dtype: torch.dtype, size: int) -> None:
     for name, (heads, key_heads, key, value) in cases.items():
         scale = key**-0.5
 
-        def truth(q: Tensor, k: Tensor, v: Tensor, repeats: int = heads // key_heads, scale: float = scale) -> Tensor:
+        def truth(
+            q: Tensor, k: Tensor, v: Tensor, firsts: Tensor, repeats: int = heads // key_heads, scale: float = scale
+        ) -> Tensor:
             k, v = (one.repeat_interleave(repeats, dim=1) for one in (k, v))
             scores = (q @ k.transpose(-2, -1)) * scale
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            places = torch.arange(length)
+            mask = (places > places[:, None]) | (places < firsts[:2, None, :, None])
             return scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
 
-        def ours(q: Tensor, k: Tensor, v: Tensor, scale: float = scale) -> Tensor:
-            return attentions._attend_cuda(q, k, v, scale, 0.0)
+        def ours(q: Tensor, k: Tensor, v: Tensor, firsts: Tensor, scale: float = scale) -> Tensor:
+            if not firsts.any():
+                return attentions._attend_cuda(q, k, v, scale, 0.0)
+            alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+            over = OverRanks(attend_with_torch, alone, gathers=False)  # type: ignore[arg-type]
+            return over(q, k, v, scale, 0.0, Documents.of(firsts, 2))
 
         shapes = [(2, heads, length, key), (2, key_heads, length, key), (2, key_heads, length, value)]
         # Equal queries and keys would attend to themselves alone, and their gradients would be differences of nothing.
         inputs = [draw(*shape, dtype=dtype, seed=1000 * number) for number, shape in enumerate(shapes)]
+        one = torch.zeros(4, length, dtype=torch.int64)
+        several = one.index_fill(1, torch.arange(5 * size, length), 5 * size)
+        several[1, 11 * size :] = 11 * size
         # Probabilities are rounded to the dtype before the second product, and again on the way back.
-        compare(stage, f"attention {name}", ours, inputs, truth, bound=4 * ROUNDINGS[dtype])
+        for what, firsts in (("", one), (", documents", several)):
+            compare(stage, f"attention {name}{what}", ours, [*inputs, firsts], truth, bound=4 * ROUNDINGS[dtype])
 
 
 def attention_logits(stage: Stage, dtype: torch.dtype, size: int) -> None:

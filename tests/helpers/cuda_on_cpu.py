@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention.varlen
 from torch.overrides import TorchFunctionMode
 
 from tests.helpers import scaled_product_stub, te_stub
@@ -77,6 +78,7 @@ def install() -> None:
     torch.compile = _uncompiled  # for a device that is not there
     torch.version.cuda = torch.version.cuda or "12.9"
     torch.nn.functional.scaled_mm = scaled_product_stub.scaled_mm
+    torch.nn.attention.varlen.varlen_attn = varlen_attn
     torch._scaled_mm = scaled_product_stub.scaled_mm_beneath
     torch.get_device_module = lambda _device=None: torch.cuda
     torch.autograd._engine_run_backward = _under_mode(torch.autograd._engine_run_backward)
@@ -129,6 +131,31 @@ def _replace_functions(cuda: Any) -> None:
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *_: None)
+
+
+def varlen_attn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    longest: int,
+    longest_keys: int,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attend as torch's function of this name, which has one width, within sequences of the same length each way."""
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1] and window_size == (-1, 0) and key_ends is ends
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with torch._C.DisableTorchFunction():  # the kernel does not wait for lengths
+        lengths = ends.diff().tolist()
+        assert max(lengths) == longest == longest_keys and sum(lengths) == len(query)
+        attended = [
+            attend(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+            for q, k, v in zip(*(one.transpose(0, 1).split(lengths, 1) for one in (query, key, value)))
+        ]
+    return torch.cat(attended, 1).transpose(0, 1)
 
 
 def _uncompiled(model: Any = None, **_options: Any) -> Any:

@@ -24,6 +24,7 @@ from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.model.build import build_model
 from megatron_moe.model.context_parallel import (
     OverRanks,
+    attend_packed,
     attend_pieces,
     attend_with_torch,
     piece_gradients,
@@ -32,11 +33,11 @@ from megatron_moe.model.context_parallel import (
 from megatron_moe.model.generate import next_token_logits
 from megatron_moe.model.mla import Rotary, rotated
 from megatron_moe.parallel import groups
-from megatron_moe.parallel.sequence import by_rank, context_parallel_slice, holder, in_order
+from megatron_moe.parallel.sequence import Documents, by_rank, context_parallel_slice, holder, in_order
 from megatron_moe.precision import table
 from megatron_moe.training.run import pretrain
+from tests.helpers import cuda_on_cpu, trained_steps
 from tests.helpers import model_cases as cases
-from tests.helpers import trained_steps
 from tests.helpers.errors import relative
 from tests.helpers.rows import rows
 from tests.model import mtp_cases, test_mla
@@ -426,6 +427,18 @@ def test_chunks_of_one_token_add_up_to_the_gradients_of_the_sequence():
         torch.testing.assert_close(found[0], grad_query)
         keys, values = keys + found[1], values + found[2]
     torch.testing.assert_close((keys, values), (wanted[1].grad, wanted[2].grad))
+
+
+@pytest.mark.parametrize("widths", ["grouped", "latent", "wide values"])
+def test_documents_in_one_call_of_the_kernel_attend_as_in_pieces(monkeypatch, widths):
+    """With a stand-in for torch's kernel for CUDA."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", cuda_on_cpu.varlen_attn)
+    n, g, dk, dv = WIDTHS[widths]
+    documents = Documents.of(torch.tensor([[0] * 5 + [5] + [6] * 18, [0] * 14 + [-1] * 2 + [16] * 8] * 2), 2)
+    over = OverRanks(attend_with_torch, SimpleNamespace(rank=lambda: 0, size=lambda: 1), gathers=False)
+    query, key, value = torch.randn(2, n, 24, dk), torch.randn(2, g, 24, dk), torch.randn(2, g, 24, dv)
+    wanted = attend_with_torch(query, key, value, SCALE, 0.0, over, documents)
+    torch.testing.assert_close(attend_packed(query, key, value, SCALE, over, documents), wanted)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="names the CPU's kernels")

@@ -33,6 +33,7 @@ ONE_RANK = {
     "EP 1, bf16, `moe` recomputed, auxiliary losses": Case(f"--bf16 {RECOMPUTE} {BALANCING}"),
     "EP 1, fp16": Case("--fp16 --initial-loss-scale 4096"),
     "EP 1, fp32": Case(""),
+    "EP 1, documents apart": Case(f"--bf16 {RECOMPUTE} --reset-attention-mask --reset-position-ids {BALANCING}"),
     "EP 1, capacity": Case("--bf16 --moe-expert-capacity-factor 1.0"),
     "EP 1, `loop` backend": Case("--bf16 --moe-expert-backend loop"),
 }
@@ -77,7 +78,8 @@ def cell(counts: list[int], times: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    "what", rows(ONE_RANK, test=["EP 1, bf16, `moe` recomputed, auxiliary losses", "EP 1, fp16", "EP 1, capacity"])
+    "what",
+    rows(ONE_RANK, test=["EP 1, bf16, distributed optimizer", "EP 1, documents apart", "EP 1, capacity"]),
 )
 def test_the_host_waits_as_often_on_one_rank_as_the_page_says(counting, what, tmp_path):
     require_row(counting, what, ONE_RANK[what], 1, tmp_path)
