@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -191,11 +192,14 @@ def _continue_alone(model: Any, sample: dict[str, Tensor], found: WatchedOutputs
 @contextmanager
 def _choosing(model: torch.nn.Module, decide: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
     """Let every router take the experts [T, K] that `decide` makes of its layer's name and its own choice."""
+
+    def decided(name: str, choose: Callable[..., Tensor], *args: Any) -> Tensor:
+        return decide(f"{name}.mlp.router", choose(*args))
+
     with ExitStack() as stack:
         for name, router in router_names(model):
-            choose = router.choose
-            stack.callback(setattr, router, "choose", choose)
-            router.choose = lambda *args, name=name, choose=choose: decide(f"{name}.mlp.router", choose(*args))
+            stack.callback(setattr, router, "choose", router.choose)
+            router.choose = partial(decided, name, router.choose)
         yield
 
 
