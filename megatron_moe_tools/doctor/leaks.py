@@ -25,9 +25,9 @@ from megatron_moe_tools.models.load_model import transformers_model
 
 # ---- Packings, and changes of one document.
 
-# Under CP 2 a rank has blocks of 8 tokens. Documents of one token, ones that begin and end at a block's edge or next to
-# it; the last sequence ends in padding. Documents of 24 and 51 tokens are cut where a sequence ends, as all are that
-# are longer than one: their parts do not see each other either.
+# Documents of one token, ones that begin and end at a multiple of 8 or next to it; the last sequence ends in padding.
+# Documents of 24 and 51 tokens are cut where a sequence ends, as all are that are longer than one: their parts do not
+# see each other either.
 PACKINGS: tuple[tuple[int, ...], ...] = ((1, 7, 8, 1, 15), (9, 1, 1, 5, 16), (PACKED_LENGTH,), (3, 12, 10))
 SHORTEST_OF_ONE_TOKEN = 8
 """Tokens of a document, at least, of which a pass changes one alone."""

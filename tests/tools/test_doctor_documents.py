@@ -222,6 +222,8 @@ PLANTS = {
     "no mask, torch's kernel": (GQA, "", kernel(torch.zeros_like), HERE),
     "no mask in one sequence": (GQA, "", firsts(lambda one: one * torch.tensor([[1], [0]])), HERE),
     "the other sequence's mask": (GQA, "", firsts(lambda one: one.flip(0)), HERE),
+    "the mask of the first micro-batch": (GQA, "", instead(context_parallel, "once", lambda own, made={}: (
+        lambda tensor, what, make: made.get(what) or made.setdefault(what, make()))), HERE),
     "no mask in the last layer": (GQA, "", masks(nth(1, 2)), LATER),
     "no mask in the last layer, latent": (LATENT, "", masks(nth(1, 2)), LATER),
     "no mask in training": (GQA, "", masks(lambda core: core.training), HERE),
@@ -287,8 +289,8 @@ PLANTS = {
     "the published case, latent": (LATENT, "cp2", PUBLISHED, HERE),
     "no mask on one rank of a sequence": (GQA, "cp2", on_rank(1), HERE),
     "a key too many on one rank of a sequence": (LATENT, "cp2", on_rank(0, lambda one: (one - 1).clamp_min(0)), HERE),
-    "places of the other rank": (
-        GQA, "cp2", documents(lambda known: known._replace(places=known.places.flip(0))), HERE),
+    "places of the other rank": (GQA, "cp2", documents(
+        lambda known: known._replace(firsts=known.firsts.clone(), places=known.places.flip(0))), HERE),
     "keys in another order on one rank": (GQA, "cp2", instead(sequence, "in_order", lambda own: (
         lambda rows, size, *at: own(rows, size, *(() if dist.get_rank() else at)))), HERE),
     "backward: gradients to the other rank": (
