@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import masking_utils
 
 from megatron_moe.config.schema import replace
 from megatron_moe.hf.config import filled_in
@@ -338,19 +339,26 @@ def test_leaks_are_found_where_they_are(name, gloo):
 
 def test_a_model_of_transformers_is_probed_with_packed_input(tmp_path, capsys):
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-    for kind, status, says in (
-        ("llama", 0, "no document sees another"),
-        ("bloom", 1, "transformer.h.0.self_attention"),
+    found = after(masking_utils, "find_packed_sequence_indices", lambda indices, *_: indices)
+    late_by_one = after(masking_utils, "find_packed_sequence_indices", lambda indices, *_: indices.roll(1, 1))
+    lost = masking_utils, "find_packed_sequence_indices", lambda *_: None
+    for kind, patch, status, says in (
+        ("llama", found, 0, "no document sees another"),
+        ("llama", late_by_one, 1, "model.layers.0.self_attn"),
+        ("llama", lost, 1, "model.layers.0.self_attn"),
+        ("bloom", found, 1, "transformer.h.0.self_attention"),
     ):
         config = {**sizes, "model_type": kind, "num_hidden_layers": 2, "n_layer": 2, "n_head": 4}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert cli.main(["--documents", "--hf", str(tmp_path)]) == status
+        with mock.patch.object(*patch):
+            assert cli.main(["--documents", "--hf", str(tmp_path)]) == status
         assert says in capsys.readouterr().out
 
 
 @SLOW
 def test_a_run_is_probed_on_ranks_without_what_lets_tokens_compete(capsys):
-    flags = f"{GQA} --moe-expert-capacity-factor 1 --documents --layouts dp2 --timeout 60"
+    flags = f"{GQA} --moe-expert-capacity-factor 1 --moe-router-load-balancing-type seq_aux_loss --reset-attention-mask"
+    flags += " --moe-aux-loss-coeff 0.1 --moe-seq-aux-loss-per document --packing best-fit --documents --layouts dp2"
     assert cli.main(flags.split()) == cli.SAME
     told = capsys.readouterr().out
     assert "--moe-expert-capacity-factor 1: tokens of all documents compete for experts" in told and "dp2" in told, told
