@@ -121,7 +121,7 @@ def _main(argv: list[str]) -> int:
     if flags.documents and flags.hf is None:
         for text in exempted(choice):
             say(text)
-        choice = documents_choice(choice, own.data)
+        choice = documents_choice(choice, own)
     if flags.list:
         say("\n".join(names_of(choice.layouts)))
         return SAME

@@ -36,6 +36,7 @@ from megatron_moe.parallel.sequence import Documents, context_parallel_slice
 from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.training.evaluate import evaluate
 from megatron_moe.training.finalize_model_grads import finalize_model_grads
+from megatron_moe.training.global_batch import same_random_states
 from megatron_moe.training.step import connect, run_micro_batches
 from megatron_moe.training.step_sums import pop_mtp_losses, wrapped
 from megatron_moe_tools.doctor.compare import rounding_error
@@ -143,7 +144,7 @@ def probe(request: DocumentsRequest, passes: Sequence[Change] | None = None) -> 
             for chunk in wrapped(chunks):
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            with watch.watching(TRAINING) as batches:
+            with watch.watching(TRAINING) as batches, same_random_states():
                 run_micro_batches(chunks, batches, finalize_model_grads, **sizes)
             pop_mtp_losses(chunks)
             snapshot.restore()

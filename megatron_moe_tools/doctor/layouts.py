@@ -27,7 +27,6 @@ from typing import Any
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.model_flags import SHARDING_STRATEGIES, ParallelConfig, PrecisionConfig
-from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.config import filled_in
 from megatron_moe_tools import compat
@@ -202,13 +201,14 @@ PACKED_LENGTH = 32
 """Tokens of a sequence with several documents."""
 
 
-def documents_choice(choice: LayoutChoice, data: DataConfig) -> LayoutChoice:
+def documents_choice(choice: LayoutChoice, own: Run) -> LayoutChoice:
     """Return one process of each model and the layouts of several ranks, with documents that do not see each other.
 
     Auxiliary losses are left out: they are meant to see all tokens. So is what `exempted` names.
 
     Args:
-        data: the run's own, for whether positions restart and sequences are padded.
+        own: the run as the flags give it, which says whether positions restart and sequences are padded. With its
+            dropout, attention on a CPU is torch's, as it is on a GPU.
     """
     layouts, alone = [], set()
     for layout in choice.layouts:
@@ -225,8 +225,9 @@ def documents_choice(choice: LayoutChoice, data: DataConfig) -> LayoutChoice:
             micro_batches //= flags.get(_SIZES[kind]) or 1
         settings: dict[str, Any] = {
             "reset_attention_mask": True,
-            "reset_position_ids": data.reset_position_ids,
-            "packing": data.packing,
+            "reset_position_ids": own.data.reset_position_ids,
+            "packing": own.data.packing,
+            "attention_dropout": own.model.attention_dropout,
             "seq_length": PACKED_LENGTH,
             "global_batch_size": micro_batches * copy.training.micro_batch_size,
         }
