@@ -92,7 +92,7 @@ clean: ## remove environments, caches and build output; runs/ is kept
 # started anew only where it belongs to another Python. Byte code is made by a first import, of what every rank imports:
 # pip would spend more than a minute on thousands of modules that are never used. Two packages go into folders of their
 # own: Transformer Engine's Python, a wheel of 1 MB that is no use without its libraries, for tests/helpers/te_stub.py
-# alone; and W&B's, which megatron-core imports at every start where it finds it, for tests/report/test_tracker_process.py.
+# alone; and W&B's, which megatron-core imports at every start where it finds it, for tests/report/test_tracker.py.
 $(STAMP): setup.py pyproject.toml $(CONSTRAINTS) $(TRANSFORMER_ENGINE) $(TRACKERS)
 	@test -n "$(PYTHON_VERSION)" || { echo "make: '$(PYTHON)' does not run; give one with PYTHON=" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \

@@ -1,7 +1,8 @@
 """Write the pages of the site that are made from the code: python docs/generate.py [--check].
 
-Flags, presets, families, Megatron-LM's defaults and the precision contract are described where they are declared;
-figures are in `docs/reference/figures/*.yaml`. `--check` writes nothing, and fails where a page is not current.
+Flags, presets, families, Megatron-LM's defaults, the engine's defects and the precision contract are described where
+they are declared; figures are in `docs/reference/figures/*.yaml`. `--check` writes nothing, and fails where a page is
+not current.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megatron_moe.config.command_line import entries
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
+from megatron_moe.engine.defects import NEWEST, OLDEST, Defect, dotted, known_defects
 from megatron_moe.hf.families import FAMILIES, REFUSED, Family, family_of_run
 from megatron_moe.precision.table import contract
 from megatron_moe_tools import compat
@@ -26,6 +28,8 @@ from megatron_moe_tools.compat.megatron_settings import DEFAULTS
 DOCS = Path(__file__).resolve().parent
 RECIPES = DOCS.parent / "examples" / "recipes"
 NOTE = "<!-- written by `python docs/generate.py` -->"
+DEFECTS = DOCS / "internals" / "engine_defects.md"
+DEFECTS_BEGIN, DEFECTS_END = "<!-- engine defects: written by `python docs/generate.py` -->", "<!-- end -->"
 
 
 def pages() -> dict[Path, str]:
@@ -42,6 +46,7 @@ def pages() -> dict[Path, str]:
         found[reference / "families" / f"{family.name}.md"] = family_page(family, published)
     found[reference / "families" / "index.md"] = families_page(published)
     found[reference / "precision.md"] = precision_page()
+    found[DEFECTS] = defects_page(DEFECTS.read_text(encoding="utf-8"))
     topics = sorted((reference / "figures").glob("*.yaml"))
     for topic in topics:
         found[topic.with_suffix(".md")] = figures_page(topic)
@@ -308,6 +313,29 @@ What was measured, on which machine, and the command that repeats it.
 
 {listed}
 """
+
+
+def defects_page(text: str) -> str:
+    """Return the page of the engine's defects with the present table between its marks; the rest is written by hand."""
+    before, _, rest = text.partition(DEFECTS_BEGIN)
+    _, _, after = rest.partition(DEFECTS_END)
+    columns = ("id", "what goes wrong", "in", "source", "here", "test")
+    rows = [columns, ("---",) * len(columns)]
+    for defect in known_defects():
+        here = defect.how if defect.treatment == "overridden" else f"{defect.treatment}: {defect.how}"
+        shown = f"`{defect.tests[0]}`" if defect.tests else f"none: {defect.no_test}"
+        rows.append((defect.id, defect.title, releases(defect), defect.source, here, shown))
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    return f"{before}{DEFECTS_BEGIN}\n{table}\n{DEFECTS_END}{after}"
+
+
+def releases(defect: Defect) -> str:
+    """Return which releases have a defect, in the words that the page explains."""
+    if defect.fixed_in == NEWEST:
+        return f"not {dotted(NEWEST)}"
+    if defect.fixed_in is not None:
+        return f"before {dotted(defect.fixed_in)}"
+    return "all" if defect.since == OLDEST else f"from {dotted(defect.since)}"
 
 
 def main(arguments: list[str]) -> int:

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from megatron.core.tensor_parallel import random as engine_random
 from megatron.core.transformer import cuda_graphs as engine_graphs
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from megatron_moe.engine.patching import replaced
 from megatron_moe.platform.protocols import AutogradContext
 
 
@@ -183,49 +185,84 @@ class GraphedCall:
         return tree_unflatten(_Replay.apply(slot, self._copies, len(tensors), *tensors, *slot.parameters), slot.form)
 
     def _capture(self, leaves: list[Any], form: Any) -> _Slot:
-        """Capture a pass with arguments like these. Hooks of the engine's DistributedDataParallel do not run in it."""
+        """Capture a pass with arguments like these."""
         pool = (self._pool, len(self._slots))
         own = list(leaves)
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 own[index] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
         inputs = [one for one in own if isinstance(one, Tensor)]
-        parameters: list[Any] = list(dict.fromkeys(p for part in self._modules for p in part.parameters(recurse=False)))
-        parameters = [parameter for parameter in parameters if parameter.requires_grad]
         args, kwargs = tree_unflatten(own, form)
         forward, backward = self._graphs.new_graph(pool), self._graphs.new_graph(pool)
-        marks = [getattr(parameter, "grad_added_to_main_grad", False) for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad_added_to_main_grad = False
-        engine_graphs._set_capture_start()  # tells the engine's hooks, in all releases, which then do nothing
-        try:
+        with _capturing(self._modules) as (stand_ins, discarded):
             with forward.recording():
                 outputs, form = tree_flatten(self._function(*args, **kwargs))
             differentiable = [one for one in outputs if isinstance(one, Tensor) and one.requires_grad]
             output_grads = [torch.zeros_like(one) for one in differentiable]
-            wanted = [*(one for one in inputs if one.requires_grad), *parameters]
             with backward.recording():
                 # The autograd graph is retained for its tensors: the next capture would take their memory.
-                grads = torch.autograd.grad(differentiable, wanted, output_grads, retain_graph=True, allow_unused=True)
-        finally:
-            engine_graphs._set_capture_end()
-        added = [parameter for parameter in parameters if parameter.grad_added_to_main_grad]
-        for parameter, mark in zip(parameters, marks):
-            parameter.grad_added_to_main_grad = mark
-        found = dict(zip(map(id, wanted), grads))
-        used = [parameter for parameter in parameters if found[id(parameter)] is not None]
-        return _Slot(
+                torch.autograd.backward(differentiable, output_grads, retain_graph=True)
+                for storage in discarded:
+                    storage.resize_(0)
+        used = [(parameter, one.grad) for parameter, one in stand_ins.items() if one.grad is not None]
+        slot = _Slot(
             inputs=inputs,
             outputs=outputs,
             form=form,
             output_grads=output_grads,
-            input_grads=[found.get(id(one)) for one in inputs],
-            parameters=used,
-            parameter_grads=[found[id(parameter)] for parameter in used],
-            added=added,
+            input_grads=[one.grad for one in inputs],
+            parameters=[parameter for parameter, _ in used],
+            parameter_grads=[grad for _, grad in used],
+            added=[parameter for parameter, one in stand_ins.items() if one.grad_added_to_main_grad],
             forward=forward,
             backward=backward,
         )
+        for one in inputs:
+            one.grad = None
+        return slot
+
+
+@contextmanager
+def _capturing(
+    modules: Sequence[torch.nn.Module],
+) -> Iterator[tuple[dict[torch.nn.Parameter, Any], list[torch.UntypedStorage]]]:
+    """Make the engine ready for a capture with these modules in the block.
+
+    Yields what follows.
+        stand_ins: each parameter, and what is in its place: it is in the same memory, has the same attributes, gets the
+            gradient and runs no hooks. The engine's DistributedDataParallel keeps the nodes that add up gradients of
+            the parameters themselves; they belong to the stream on which it was built, for which no capture can wait.
+        discarded: memory that recomputation frees in the forward pass, and fills in the backward pass. The engine would
+            read the state of the device's generator for it, which no capture can; what is recomputed draws nothing.
+    """
+    stand_ins: dict[torch.nn.Parameter, Any] = {}
+    discarded: list[torch.UntypedStorage] = []
+    kind = engine_random.CheckpointWithoutOutput
+    discard = kind.discard_output_and_register_recompute
+
+    def noted(self: Any, hook_tensor: Tensor) -> None:
+        discarded.extend(output.untyped_storage() for output in self.outputs)
+        discard(self, hook_tensor)
+
+    places: list[tuple[Any, str, Any]] = []
+    for part in modules:
+        places += [(part._parameters, name, one) for name, one in part._parameters.items()]
+    places = [(place, name, one) for place, name, one in places if one is not None and one.requires_grad]
+    without_states = {"_get_all_rng_states": tuple, "_set_all_rng_states": lambda *_: None}
+    engine_graphs._set_capture_start()
+    try:
+        for place, name, parameter in places:
+            if parameter not in stand_ins:
+                own = stand_ins[parameter] = torch.nn.Parameter(parameter.detach())
+                vars(own).update(vars(parameter), grad_added_to_main_grad=False)
+            place[name] = stand_ins[parameter]
+        with replaced([engine_random], **without_states):
+            with replaced([kind], discard_output_and_register_recompute=noted):
+                yield stand_ins, discarded
+    finally:
+        for place, name, parameter in places:
+            place[name] = parameter
+        engine_graphs._set_capture_end()
 
 
 def replace_method(

@@ -77,7 +77,7 @@ class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale
         # Under sequence parallelism the engine has switched to the rank's own random stream around the whole layer.
-        self._own_stream = not config.sequence_parallel
+        self.own_stream = not config.sequence_parallel
         self._kernel: Callable[..., Tensor] = _attend_cuda if platform.has_cuda() else _attend_cpu
         self._in_pieces: OverRanks | None = None
         if pg_collection is not None:
@@ -119,7 +119,7 @@ class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         dropout = self.dropout if self.training else 0.0
         # TP ranks hold different heads and must drop different weights.
-        stream = get_cuda_rng_tracker().fork() if dropout and self._own_stream else contextlib.nullcontext()
+        stream = get_cuda_rng_tracker().fork() if dropout and self.own_stream else contextlib.nullcontext()
         with stream:
             context = kernel(
                 query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), scale, dropout

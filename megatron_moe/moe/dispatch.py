@@ -66,13 +66,18 @@ class Dispatcher(ABC):
 
     Args:
         drops: whether decisions contain choices that are not kept and so are not dispatched. The number of rows then
-            depends on the data, and the local dispatcher too has to wait for it on the host.
+            depends on the data, and the local dispatcher too has to wait for it on the host, unless `fixed_rows`.
+
+    Attributes:
+        fixed_rows: whether the local dispatcher's rows are as many as there are choices, as a captured graph's have to
+            be. What is not kept comes behind the experts' rows, and is anything; only grouped_mm passes it over.
     """
 
     def __init__(self, num_experts: int, groups: MoEGroups, drops: bool = False) -> None:
         self.num_experts = num_experts
         self.groups = groups
         self.drops = drops
+        self.fixed_rows = False
         self.num_local_experts = num_experts // groups.ep_size
 
     def destinations(self, decision: RoutingDecision) -> Tensor:
@@ -80,6 +85,10 @@ class Dispatcher(ABC):
         if decision.kept is None:
             return decision.expert_ids
         return decision.expert_ids.masked_fill(~decision.kept, self.num_experts)
+
+    def preprocess(self, decision: RoutingDecision) -> RoutingDecision:
+        """Return the decision with what a dispatch finds of it alone: a captured graph holds it with the router."""
+        return decision
 
     def rows_here(self, ends: Tensor) -> int:
         """Return the number of rows for this rank's experts, which the host waits for. ends: [e]."""
@@ -136,7 +145,12 @@ class PhasedDispatcher(Dispatcher):
 
 
 def arrange_by_expert(
-    hidden: Tensor, probs: Tensor, expert_ids: Tensor, num_experts: int, rows_here: Callable[[Tensor], int] | None
+    hidden: Tensor,
+    probs: Tensor,
+    expert_ids: Tensor,
+    num_experts: int,
+    rows_here: Callable[[Tensor], int] | None,
+    fixed_rows: bool = False,
 ) -> tuple[ExpertInput, SortPlan]:
     """Return copies of hidden [T, H] grouped by expert, and the sort that made them, for `sum_copies`.
 
@@ -145,10 +159,13 @@ def arrange_by_expert(
         num_experts: experts whose choices are here.
         rows_here: how many choices these are, from the end of each expert's; None: all. Other choices have the id
             `num_experts`, which sorts last, and are cut off.
+        fixed_rows: see `Dispatcher`; the others are then not cut off.
     """
     partial = rows_here is not None
     order, source, inverse, ends = sort_by_expert(expert_ids, num_experts, partial)
-    if rows_here is not None:
+    if rows_here is not None and fixed_rows:
+        inverse = inverse.masked_fill(inverse >= ends[-1], inverse.shape[0])
+    elif rows_here is not None:
         order, source, inverse = first_rows(order, source, inverse, rows_here(ends))
     plan = SortPlan(order, source, inverse.view(expert_ids.shape))
     rows, row_probs = CopyRows.apply(WeightedCopies(plan, partial, hidden.shape[1], probs.shape), hidden, probs)
@@ -160,7 +177,8 @@ class LocalDispatcher(Dispatcher):
 
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, SortPlan]:
         rows_here = self.rows_here if self.drops else None
-        return arrange_by_expert(hidden, decision.probs, self.destinations(decision), self.num_experts, rows_here)
+        ids = self.destinations(decision)
+        return arrange_by_expert(hidden, decision.probs, ids, self.num_experts, rows_here, self.fixed_rows)
 
     def combine(self, rows: Tensor, plan: SortPlan) -> Tensor:
         return sum_copies(rows, plan.source, plan.slots, partial=self.drops)
@@ -267,19 +285,28 @@ class AllToAllDispatcher(PhasedDispatcher):
 
         return _SendBack.apply(work, rows)[0]
 
+    def preprocess(self, decision: RoutingDecision) -> RoutingDecision:
+        """Sort the choices: `ahead` is order, source, inverse, and [2, ranks, e] with the rows to each rank in [0]."""
+        if decision.ahead is not None:
+            return decision
+        etp, ids = self.groups.etp_size, self.destinations(decision)
+        both = ids.new_empty((2, self.groups.expert.size(), self.num_local_experts))
+        counts = both[0].view(-1) if etp == 1 else both.new_empty(self.num_experts)
+        order, source, inverse, _ = sort_by_expert(ids, self.num_experts, self.drops, counts)
+        if etp > 1:  # every ETP rank of an expert gets its rows
+            by_rank = counts.view(self.groups.ep_size, self.num_local_experts)
+            both[0].copy_(by_rank.repeat_interleave(etp, dim=0))
+        return decision._replace(ahead=(order, source, inverse, both))
+
     def prepare(
         self, hidden: Tensor, decision: RoutingDecision, do: Do = in_graph
     ) -> tuple[tuple[Tensor, ...], SendPlan]:
         num_tokens, topk = decision.expert_ids.shape
         etp, group = self.groups.etp_size, self.groups.expert
-        both = torch.empty((2, group.size(), self.num_local_experts), dtype=torch.int64, device=hidden.device)
+        ahead = self.preprocess(decision).ahead
+        assert ahead is not None
+        order, source, inverse, both = ahead
         sent_counts, received_counts = both.unbind()
-        counts = sent_counts.view(-1) if etp == 1 else sent_counts.new_empty(self.num_experts)
-        sort = sort_by_expert(self.destinations(decision), self.num_experts, self.drops, counts)
-        order, source, inverse, _ = sort
-        if etp > 1:  # every ETP rank of an expert gets its rows
-            by_rank = counts.view(self.groups.ep_size, self.num_local_experts)
-            sent_counts.copy_(by_rank.repeat_interleave(etp, dim=0))
         dist.all_to_all_single(received_counts, sent_counts, group=group)
         copied = HostCopy(both)
         # Which rows leave may depend on the splits: on the number kept, or on where a rank's rows are copied. Else the
@@ -356,8 +383,8 @@ def _with_copies(order: Tensor, inverse: Tensor, rows_to_ep: list[int], etp: int
 class PaddedPlan:
     """The plan of a padded dispatch.
 
-    inner: the wrapped dispatcher's plan. slots [R]: the padded row of each of its R rows. sources [e x P, 1]: the row
-    that each padded row comes from; R for padding.
+    inner: the wrapped dispatcher's plan. slots [R]: the padded row of each of its R rows, of one behind the experts'
+    rows the last. sources [e x P, 1]: the row that each padded row comes from; R for padding.
     """
 
     inner: Any
@@ -380,6 +407,9 @@ class PaddedDispatcher(Dispatcher):
         self.inner, self.factor = inner, factor
         self.num_micro_batches = micro_batches_among(groups.expert.size(), groups.tp_cp.size())
 
+    def preprocess(self, decision: RoutingDecision) -> RoutingDecision:
+        return self.inner.preprocess(decision)
+
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, PaddedPlan]:
         expert_input, plan = self.inner.dispatch(hidden, decision)
         ends, num_rows = expert_input.offsets.long(), expert_input.rows.shape[0]
@@ -387,13 +417,12 @@ class PaddedDispatcher(Dispatcher):
         num_tokens, topk = decision.expert_ids.shape
         size = capacity(num_tokens * self.groups.tp_cp.size(), topk, self.num_experts, self.factor)
         size = min(size * self.num_micro_batches, num_tokens * self.groups.expert.size())
-        row = torch.arange(num_rows, device=hidden.device)
+        row, starts = torch.arange(num_rows, device=hidden.device), torch.cat([ends.new_zeros(1), ends])
         expert = torch.searchsorted(ends, row, right=True)
-        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-        slots = expert * size + row - starts[expert]
-        sources = row.new_full((self.num_local_experts * size,), num_rows)
-        sources[slots] = row
-        padded = PaddedPlan(plan, slots, sources.unsqueeze(1))
+        slots = (expert * size + row - starts[expert]).clamp(max=self.num_local_experts * size - 1)
+        source = starts[:-1, None] + torch.arange(size, device=hidden.device)
+        sources = source.where(source < ends[:, None], num_rows).view(-1, 1)
+        padded = PaddedPlan(plan, slots, sources)
         full = torch.arange(1, self.num_local_experts + 1, device=hidden.device, dtype=torch.int32) * size
         # A padded row is the sum of one row, or of none.
         rows = sum_copies(expert_input.rows, padded.slots, padded.sources, partial=True)

@@ -193,22 +193,32 @@ class ByNodeDispatcher(PhasedDispatcher):
         self.inside, self.across = partition(groups.expert, per_node)
         self.num_node_experts = self.num_local_experts * per_node
 
-    def prepare(self, hidden: Tensor, decision: RoutingDecision) -> tuple[tuple[Tensor, ...], CountedPlan]:
-        """Exchange the counts of both stages, so that the host waits once."""
-        nodes, places = self.across.size(), self.inside.size()
-        expert_ids = self.destinations(decision)
+    def preprocess(self, decision: RoutingDecision) -> RoutingDecision:
+        """Sort choices by expert and tokens by node; `ahead` is the experts, both sorts' tables, and what is sent."""
+        if decision.ahead is not None:
+            return decision
+        nodes, expert_ids = self.across.size(), self.destinations(decision)
         counts, tokens = expert_ids.new_empty(self.num_experts), expert_ids.new_empty(nodes)
-        order, source, inverse, _ = sort_by_expert(expert_ids, self.num_experts, self.drops, counts)
-        by_expert = SortPlan(order, source, inverse.view(expert_ids.shape))
+        by_expert = sort_by_expert(expert_ids, self.num_experts, self.drops, counts)[:3]
         first = first_of_each_node(expert_ids // self.num_node_experts, nodes)
-        order, source, inverse, _ = sort_by_expert(first, nodes, partial=True, counts=tokens)
-        by_node = SortPlan(order, source, inverse.view(first.shape))
+        by_node = sort_by_expert(first, nodes, partial=True, counts=tokens)[:3]
         # A row for each node: choices of its experts, and tokens that are sent there.
         sent = torch.cat([counts.view(nodes, -1), tokens.unsqueeze(1)], dim=1)
+        return decision._replace(ahead=(expert_ids, *by_expert, *by_node, sent))
+
+    def prepare(self, hidden: Tensor, decision: RoutingDecision) -> tuple[tuple[Tensor, ...], CountedPlan]:
+        """Exchange the counts of both stages, so that the host waits once."""
+        ahead = self.preprocess(decision).ahead
+        assert ahead is not None
+        expert_ids, *tables, sent = ahead
+        by_expert, by_node = (
+            SortPlan(order, source, inverse.view(expert_ids.shape))
+            for order, source, inverse in (tables[:3], tables[3:])
+        )
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.across)
         choices_in = received[:, :-1]
-        copies_out = choices_in.unflatten(1, (places, -1)).permute(1, 2, 0).contiguous()  # [G, e, N]
+        copies_out = choices_in.unflatten(1, (self.inside.size(), -1)).permute(1, 2, 0).contiguous()  # [G, e, N]
         copies_in = torch.empty_like(copies_out)
         dist.all_to_all_single(copies_in, copies_out, group=self.inside)
         counted = HostCopy(torch.cat([sent.flatten(), received.flatten(), copies_in.flatten()]))

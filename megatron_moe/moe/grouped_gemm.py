@@ -136,8 +136,8 @@ def gate_product(hidden: Tensor, weight: Tensor, dtype: torch.dtype, fused: bool
 GroupedLinear = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A kernel: rows [R, in], grouped by expert; weights [e, ..., in], of an expert one matrix or several with outputs side
 by side; offsets [e] int32, the end of each expert's rows, of which the last is R -> [R, out]. An expert without
-rows is allowed; its gradient is zero. A kernel that reads offsets on the host is registered with `offsets_on_host`, so
-that they are copied once per layer."""
+rows is allowed; its gradient is zero. `TorchProduct` takes rows behind the last, and leaves their results unwritten. A
+kernel that reads offsets on the host is registered with `offsets_on_host`, so that they are copied once per layer."""
 
 
 def grouped_linear_loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
@@ -213,6 +213,7 @@ def add_grouped_product(total: Tensor, left: Tensor, right: Tensor, offsets: Ten
     # Without values, as in a plan, all rows are the first expert's: the operations of a whole layer, at once.
     ends = [left.shape[0]] if offsets.is_meta else offsets.tolist()
     counts = [end - start for start, end in zip([0, *ends], ends)]
+    left, right = left[: ends[-1]], right[: ends[-1]]
     if hardware.on_cpu(left):
         left, right = left.to(total.dtype), right.to(total.dtype)  # all at once, and not by each product
     for expert, one, other in zip(total.unbind(0), left.t().split(counts, dim=1), right.split(counts)):

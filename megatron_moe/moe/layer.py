@@ -31,6 +31,7 @@ from megatron_moe.moe.grouped_gemm import DelayedWgrad, TransformerEngineProduct
 from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8, fp8_products
 from megatron_moe.moe.options import MoEGroups, MoEOptions, moe_groups
 from megatron_moe.moe.router import TopKRouter
+from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.platform import hardware
 from megatron_moe.platform.numerics import is_autocast_on, without_autocast
 from megatron_moe.platform.protocols import EngineConfig, ProcessGroups
@@ -202,7 +203,7 @@ class MoELayer(DeepcopyKeepsGroups, MegatronModule):
     def _mixture(self, hidden: Tensor, is_padding: Tensor | None) -> Tensor:
         """Route, dispatch, compute the experts and the shared one, and combine."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        decision = self.router.route(tokens, is_padding, num_sequences=hidden.shape[1])
+        decision = self.route(tokens, is_padding, hidden.shape[1])
         for_shared = hardware.fork(hidden) if self.shared_overlaps else hidden
         expert_input, plan = self.dispatcher.dispatch(tokens, decision)
         if self.shared_overlaps:
@@ -214,6 +215,10 @@ class MoELayer(DeepcopyKeepsGroups, MegatronModule):
         if self.shared_experts is None:
             return output
         return output + (hardware.join(shared) if self.shared_overlaps else self.compute_shared(hidden))
+
+    def route(self, tokens: Tensor, is_padding: Tensor | None, num_sequences: int) -> RoutingDecision:
+        """Return the router's decision on tokens [T, H], and what the dispatcher makes of it without other ranks."""
+        return self.dispatcher.preprocess(self.router.route(tokens, is_padding, num_sequences=num_sequences))
 
     def compute_experts(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
         """Return the routed experts' output [R, H]; see `LocalExperts.forward`.

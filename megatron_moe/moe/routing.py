@@ -60,11 +60,13 @@ class RoutingDecision(NamedTuple):
     probs: [T, K] in the router's dtype (fp32), the weights of the experts' outputs; 0 for padded tokens.
     kept: [T, K] bool, False for choices that are not dispatched, whose weight is 0: padding, and choices beyond an
         expert's capacity. None without a capacity: all choices are dispatched.
+    ahead: what the dispatcher has made of the choices ahead, see `Dispatcher.preprocess`; None: nothing.
     """
 
     expert_ids: Tensor
     probs: Tensor
     kept: Tensor | None = None
+    ahead: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True)

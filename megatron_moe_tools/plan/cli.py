@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
+from megatron_moe.config.cuda_graphs import captured_modules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.config import filled_in
@@ -160,6 +161,8 @@ def _main(argv: list[str]) -> int:
         instead["moe_expert_backend"] = "grouped_mm"
     if run.precision.fp8_format is not None:
         say(f"--fp8-format {run.precision.fp8_format}: is planned as emulated, with its buffers; speed is that of bf16")
+    if captured := captured_modules(run):
+        say(f"--cuda-graph-impl local: the memory that graphs of {', '.join(captured)} keep is not counted")
     if instead:
         words = ""
         for name, value in instead.items():

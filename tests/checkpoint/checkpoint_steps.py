@@ -87,6 +87,13 @@ def make_step(root: Path, iteration: int, seed: int = 0, tensors: dict[str, torc
     return put_step(root, iteration, contents(iteration, seed, tensors))
 
 
+def flip(file: Path, at: int | None = None) -> None:
+    """Flip a bit of a file, in its middle if nothing else is said."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 4
+    file.write_bytes(data)
+
+
 def seal(step: Path, iteration: int) -> None:
     """Write the manifest of what lies in a folder: damage done before is not seen by it."""
     (step / manifest.NAME).unlink(missing_ok=True)

@@ -82,18 +82,6 @@ def test_a_missing_or_empty_folder_holds_nothing_yet(tmp_path):
     assert folder.find_step(tmp_path, None) == (None, [])
 
 
-def test_a_folder_of_something_else_a_file_and_a_single_step_are_refused(tmp_path):
-    (tmp_path / "model.safetensors").write_text("x")
-    with pytest.raises(ConfigError, match=r"is not a checkpoint folder: it holds model.safetensors, and neither iter_"):
-        folder.find_step(tmp_path, None)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    step = write_step(tmp_path, 50)
-    with pytest.raises(ConfigError, match=f"--load {tmp_path} --ckpt-step 50"):
-        folder.find_step(step, None)
-    with pytest.raises(ConfigError, match="is a file"):
-        folder.find_step(tmp_path / folder.LATEST, None)
-
-
 def test_a_complete_step_is_never_overwritten(tmp_path):
     step = write_step(tmp_path, 50, "first")
     with pytest.raises(FileExistsError, match="never overwritten"):
@@ -111,11 +99,3 @@ def test_a_run_saves_into_a_folder_of_its_own_steps_none_later_than_where_it_sta
     write_step(tmp_path, 60)
     with pytest.raises(ConfigError, match="holds step 60, later than step 50"):
         folder.check_save_root(tmp_path, loaded_from=tmp_path, start_iteration=50)
-
-
-def test_a_save_path_that_is_a_file_is_refused_and_none_is_made_yet(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="is a file"):
-        folder.check_save_root(tmp_path / "file", loaded_from=None, start_iteration=0)
-    folder.check_save_root(tmp_path / "new" / "deep", loaded_from=None, start_iteration=0)
-    assert not (tmp_path / "new").exists()

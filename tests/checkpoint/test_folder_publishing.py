@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint import errors, folder
+from megatron_moe.checkpoint import folder
 from megatron_moe.io.files import write_bytes
 from tests.helpers.plain_steps import write_step
 
@@ -23,14 +23,6 @@ def test_a_file_is_on_the_disk_before_it_counts_as_written(tmp_path, monkeypatch
         assert f"{hidden}/{name}".rstrip("/") in synced, name
     assert synced.index(hidden) < synced.index(str(tmp_path)) < len(synced) - 1
     assert synced[-2:] == [str(tmp_path / f".{folder.LATEST}.new"), str(tmp_path)]
-
-
-def test_a_refusal_for_want_of_room_says_how_much_is_needed_and_free(tmp_path):
-    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x"))
-    words = errors.refusal(full, tmp_path, 1_500_000_000)
-    assert str(tmp_path / "x") in words and "takes 1.5 GB (1500000000 bytes)" in words
-    assert f"are free at {tmp_path}" in words and " bytes) are free" in words
-    assert "takes" not in errors.refusal(OSError(errno.EIO, "Input/output error", "x"), tmp_path, 1)
 
 
 def test_a_step_that_is_larger_than_the_disk_or_of_a_folder_that_was_moved_away_is_not_begun(tmp_path, monkeypatch):

@@ -136,11 +136,6 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, change, words
         read(changed(tmp_path, change))
 
 
-def test_what_an_imported_model_came_with_may_lie_in_a_step(tmp_path):
-    came_with = {f"hf/{name}": b"x" for name in ("config.json", "tokenizer.model", "modeling.py")}
-    read(put_step(tmp_path, 50, {**contents(50), **came_with}))
-
-
 NO_FILES = ["__0.metadata", "evil.pt", "pytorch_model.bin", "modeling_evil.py", "rng/rank_00000.pkl", "a/.metadata"]
 NO_FILES += ["hf/a/b.json", "ahf/b.json"]
 

@@ -18,7 +18,7 @@ from megatron_moe.config.schema import Run, replace
 from megatron_moe.parallel import groups
 from megatron_moe.report.jsonl import read_events
 from tests.checkpoint import damage
-from tests.checkpoint.checkpoint_steps import make_step
+from tests.checkpoint.checkpoint_steps import flip, make_step
 from tests.helpers.rows import rows
 from tests.helpers.trained_steps import SMALL, TINY, trained
 
@@ -41,12 +41,6 @@ def found(flags: dict[str, Any], round_seconds: float = 10.0) -> tuple[str | Non
     except ConfigError as error:
         return str(error), [], told
     return chosen.source.step.name if chosen.source else None, chosen.warnings, told
-
-
-def flip(path: Path, position: int = 100) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.fixture

@@ -35,15 +35,6 @@ def rewrite(step: Path, **changes: object) -> None:
     (step / manifest.NAME).write_bytes(canonical_json(content))
 
 
-def test_what_was_written_is_read_and_sound(step):
-    content = manifest.read(step)
-    assert content.iteration == 50
-    assert content.files == {name: entry(data) for name, data in FILES.items()}
-    assert content.total_bytes == sum(map(len, FILES.values()))
-    assert manifest.structure_defect(step) is None
-    assert manifest.content_defect(step, content.files) is None
-
-
 def test_a_flipped_bit_or_a_cut_of_the_manifest_is_seen(step):
     path = step / manifest.NAME
     good = path.read_bytes()

@@ -153,25 +153,6 @@ def test_all_errors_of_a_command_come_at_once():
     assert said[0].startswith("5 flags")
     fragments = ["--init-method-std", "--tensor-model-parallel-size", "takes 0", "--num-layers?", "--sft:"]
     assert all(fragment in line for fragment, line in zip(fragments, said[1:]))
-
-
-@pytest.mark.parametrize(
-    ("argv", "fragment"),
-    [
-        (["--moe-grouped-gem"], "did you mean --moe-grouped-gemm?"),
-        (["--num_layers", "2"], "did you mean --num-layers?"),
-        (["--ep", "2"], "--expert-model-parallel-size"),
-        (["--max_steps", "2"], "--train-iters"),
-        (["--activations-checkpoint-method", "uniform"], "use --recompute-method"),
-        (["--output-dir", "x"], "use --save"),
-        (["--app-tag-run-name"], "takes 1"),
-        (["--yarn-beta-fast", "--bf16"], "takes 1"),
-        (["--moe-grouped-gemm", "--moe-expert-backend", "loop"], "--moe-expert-backend loop"),
-        (["--tokenizer-type", "Lama2Tokenizer"], "Lama2Tokenizer"),
-    ],
-)
-def test_a_wrong_flag_is_answered_with_what_was_meant(argv, fragment):
-    refused(lambda: compat.parse(argv), fragment, argv[0])
     assert "did you mean" not in refused(lambda: compat.parse(["--moe-frobnicate"]))  # which is far from all
 
 

@@ -1,14 +1,24 @@
 """What the data tests share: small indexed datasets, written by the project's own preprocessing."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron_moe.config.schema import build
+from megatron_moe.parallel import groups
 from megatron_moe_tools.prepare import preprocess
 from megatron_moe_tools.prepare.inputs import plan_shards
 from tests.data.prepared import ids
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """The groups of one process, for all tests of a module."""
+    groups.initialize(build({}))
+    yield
+    groups.destroy()
 
 
 @pytest.fixture

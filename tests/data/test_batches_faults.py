@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from hashlib import sha256
 from io import StringIO
@@ -26,10 +25,11 @@ from megatron_moe.data.batches import batch_iterators
 from megatron_moe.data.checks import changed_since, data_fingerprint, require_same_samples
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizers import NullTokenizer
-from megatron_moe.parallel import groups
 from megatron_moe.training.callbacks.checkpointing import require_unchanged_data
 from tests.data.prepared import ids
 from tests.helpers.plain_steps import write_step
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 VOCABULARY = 1000
 DOCUMENTS = [[(37 * i + 11 * j) % 900 for j in range(10)] for i in range(40)]
@@ -74,13 +74,6 @@ class Scene:
         train, _, _ = build_datasets(self.run(**changes), NullTokenizer(VOCABULARY), 30, 0, 0)
         rows = [train[i] for i in range(30)]  # type: ignore[index]
         return [[*row["tokens"].tolist(), int(row["labels"][-1])] for row in rows]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    groups.initialize(build({}))
-    yield
-    groups.destroy()
 
 
 @pytest.fixture

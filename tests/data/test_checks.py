@@ -65,12 +65,6 @@ def test_the_index_is_hashed_even_where_the_bin_is_too_large(prefix):
     refuse(make_run(prefix, data_verify_gb=0.0), "SHA-256")
 
 
-def test_a_sidecar_of_other_files_is_refused(prefix, write_ids):
-    other = write_ids(DOCUMENTS[:50], name="other", vocab_size=VOCABULARY)
-    os.replace(other + ".json", prefix + ".json")
-    refuse(make_run(prefix), "not written together", deep=False)
-
-
 @pytest.mark.parametrize("deep", [True, False])
 def test_a_sidecar_with_an_id_at_the_vocabulary_is_refused(prefix, deep):
     facts = read_sidecar(prefix)

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,11 @@ from megatron_moe.config.schema import Run, build
 from megatron_moe.data import datasets
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.tokenizers import NullTokenizer
-from megatron_moe.parallel import groups
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("process_group")]
 
 VOCABULARY = 1000
 S = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    groups.initialize(build({}))
-    yield
-    groups.destroy()
 
 
 def make_run(**changes: object) -> Run:

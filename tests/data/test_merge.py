@@ -80,17 +80,8 @@ def test_what_does_not_fit_together_is_refused(changes, words, three, tmp_path):
     assert not list(tmp_path.glob("merged*"))
 
 
-def test_mistakes_are_refused(three, tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
+def test_a_dataset_without_its_facts_and_an_output_that_is_there_are_refused(three, tmp_path):
     output = f"{tmp_path}/merged"
-    for given, to, words in (
-        ([f"{tmp_path}/empty"], output, "without .bin and .idx"),
-        ([f"{tmp_path}/no*"], output, "matches no .idx"),
-        (three, three[0], "is one of the datasets"),
-        (three, f"{tmp_path}/empty/", "is a folder"),
-    ):
-        assert main(["--input", *given, "--output-prefix", to]) == 2
-        assert words in capsys.readouterr().err
     Path(f"{three[1]}.json").rename(tmp_path / "aside")
     with pytest.raises(ConfigError, match=r"c_more_document\.json is missing"):
         merge(three, output)

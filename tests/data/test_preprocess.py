@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
-import pyarrow.parquet
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -15,7 +14,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.index_file import open_index, read_sidecar
 from megatron_moe.data.tokenizers import SentencePieceTokenizer
 from megatron_moe_tools.prepare.inputs import find_inputs, plan_shards, read_span
-from megatron_moe_tools.prepare.preprocess import PreprocessOptions, main, preprocess
+from megatron_moe_tools.prepare.preprocess import main
 from tests.data.prepared import dataset_bytes, run
 
 TEXTS = [f"document {i}: " + "päyload \n" * (i % 17) for i in range(200)]
@@ -166,28 +165,6 @@ def test_a_crash_between_the_renames_leaves_no_dataset_that_opens(write_jsonl, t
             open_index(prefix)
         run([write_jsonl(TEXTS)], tmp_path / "out", overwrite=True)
         assert len(documents(prefix)) == len(TEXTS)
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"json_keys": ("a", "a")}, "named twice"),
-        ({"json_keys": ("a/b",)}, "file name"),
-        ({"train_tokenizer": True}, "--tokenizer-model"),
-        ({"train_tokenizer": True, "tokenizer_type": "ByteTokenizer", "tokenizer_model": "m"}, "ByteTokenizer"),
-        ({"train_tokenizer": True, "tokenizer_model": "m", "json_keys": ("b",)}, "in.parquet, row 1: .*bad-line skip"),
-        ({"output_prefix": "somewhere/"}, "--output-prefix somewhere/"),
-        ({"max_bad_lines": 0.1}, "--max-bad-lines 0.1"),
-        ({"on_bad_line": "skip", "max_bad_lines": 2.0}, "--max-bad-lines 2.0"),
-    ],
-)
-def test_wrong_options_are_refused_by_flag(changes, words, tmp_path):
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), tmp_path / "in.parquet")
-    settings = {"input": (str(tmp_path / "in.parquet"),), "output_prefix": str(tmp_path / "out"), "workers": 1}
-    kind = {} if changes.get("train_tokenizer") else {"tokenizer_type": "ByteTokenizer"}
-    with pytest.raises(ConfigError, match=words):
-        preprocess(PreprocessOptions(**{**settings, **kind, **changes}), show_progress=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet"]
 
 
 def test_empty_inputs_are_refused(tmp_path):

@@ -169,32 +169,6 @@ def test_a_vocabulary_that_does_not_fit_the_text_is_refused_with_one_that_does(t
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "data, vocab_size, words",
-    [
-        (DataConfig(tokenizer_type="SentencePieceTokenizer"), None, "--tokenizer-model"),
-        (DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="/"), None, "tokenizer.json"),
-        (DataConfig(tokenizer_type="GPT2BPETokenizer", merge_file="/m"), None, "no --vocab-file"),
-        (DataConfig(tokenizer_type="GPT2BPETokenizer", vocab_file="/", merge_file="/m"), None, "--vocab-file / is a"),
-        (DataConfig(tokenizer_type="ByteTokenizer", merge_file="/m"), None, "--merge-file /m"),
-        (DataConfig(tokenizer_type="NullTokenizer"), 1, "--vocab-size 1"),
-        (DataConfig(mock_data=True), None, "--vocab-size"),
-    ],
-)
-def test_a_tokenizer_that_cannot_be_built_is_refused_by_flag(data, vocab_size, words):
-    with pytest.raises(ConfigError, match=words):
-        build_tokenizer(data, vocab_size)
-
-
-@pytest.mark.parametrize("content", [b"", b"garbage", b"\x00" * 1000])
-@pytest.mark.parametrize("kind", ["SentencePieceTokenizer", "HuggingFaceTokenizer"])
-def test_a_file_that_is_no_model_is_refused_by_name(kind, content, tmp_path):
-    file = tmp_path / "broken"
-    file.write_bytes(content)
-    with pytest.raises(ConfigError, match="broken"):
-        build_tokenizer(DataConfig(tokenizer_type=kind, tokenizer_model=str(file)))
-
-
 def test_mock_data_needs_a_vocabulary_only():
     tokenizer = build_tokenizer(DataConfig(mock_data=True), 64)
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eod) == ("NullTokenizer", 64, 63)

@@ -39,15 +39,6 @@ def test_it_takes_torchs_steps(decoupled):
         torch.testing.assert_close(mine, reference, rtol=2e-6, atol=1e-7)
 
 
-def test_the_step_stands_in_the_group_and_the_state_is_fp32():
-    params = parameters(0)
-    optimizer = Adam(groups_of(params))
-    train(optimizer, params, range(3))
-    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
-    assert {name for state in optimizer.state.values() for name in state} == {"exp_avg", "exp_avg_sq"}
-    assert {value.dtype for state in optimizer.state.values() for value in state.values()} == {torch.float32}
-
-
 def test_a_parameter_without_gradient_stays_and_makes_no_state():
     params = parameters(0)
     before = params[0].detach().clone()

@@ -30,7 +30,8 @@ def test_a_call_replays_after_the_warm_up_and_captures_for_each_pass_in_flight_a
     made, beside, waited = RecordedGraphs(), list[int](), list[Any]()
     graphs, module = CudaGraphs(1, made), Scaled()
     hooks: dict[str, Any] = {"before_replay": waited.append, "beside_replay": lambda x: beside.append(len(x))}
-    call = GraphedCall(graphs, module, [module], "pool", **hooks)
+    call, gradients = GraphedCall(graphs, module, [module], "pool", **hooks), list[torch.Tensor]()
+    module.weight.register_hook(gradients.append)
     inputs = [torch.tensor(values, requires_grad=True) for values in ([1.0, 4.0], [5.0, 2.0], [3.0, 3.5])]
     for wanted in (0, 4, 4):
         module.seen.zero_()
@@ -45,6 +46,7 @@ def test_a_call_replays_after_the_warm_up_and_captures_for_each_pass_in_flight_a
                 y.backward(torch.tensor([1.0, -1.0]))
                 assert x.grad.tolist() == [2.0, -3.0] and getattr(module.weight, MARK)
         assert (len(made), float(module.seen), module.unused.grad) == (wanted, 12.0, None)
+    assert len(gradients) == 6  # not of a capture
     assert len({one.pool for one in made}) == 2 and beside == [2, 2] and waited == [module] * 4
     with graphs.step():
         wide = call(inputs[2].expand(3, 2))[0]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from docs import generate
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
 from megatron_moe.engine.defects import TESTED, Condition, defects_met, facts_of, known_defects, start_lines, text
-from tests.engine import defects_page
 from tests.helpers.sources import ROOT
 
 OLD, NEW = TESTED
@@ -66,8 +66,8 @@ def test_a_condition_on_a_derived_value() -> None:
 
 
 def test_the_page_has_the_table_of_the_package() -> None:
-    text = defects_page.PAGE.read_text(encoding="utf-8")
-    assert text == defects_page.page(text), "run: python -m tests.engine.defects_page"
+    text = generate.DEFECTS.read_text(encoding="utf-8")
+    assert text == generate.defects_page(text), "run: python docs/generate.py"
 
 
 def test_a_defect_names_tests_that_exist() -> None:

@@ -4,7 +4,6 @@ import importlib.metadata
 import importlib.util
 import sys
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -42,7 +41,7 @@ from megatron_moe.moe.experts import without_output
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.collectives import all_reduce_sum, shared_by_ranks
 from megatron_moe.training.finalize_model_grads import update_routers
-from tests.checkpoint.checkpoint_steps import make_step
+from tests.checkpoint.checkpoint_steps import flip, make_step
 from tests.engine.stock import engine_linear, forget_logged_losses, present, small_config
 from tests.helpers.moe_cases import build_layer, random_case
 
@@ -288,12 +287,6 @@ def test_the_engine_needs_a_package_that_it_does_not_ask_for():
     assert importlib.util.find_spec("psutil") is not None
 
 
-def flip_a_bit(file: Path, where: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[where] ^= 1
-    file.write_bytes(content)
-
-
 def test_a_flipped_bit_of_a_checkpoint_is_loaded(pg, tmp_path):
     stock, value = tmp_path / "stock", torch.arange(1.0, 1025.0)
     stock.mkdir()
@@ -301,8 +294,8 @@ def test_a_flipped_bit_of_a_checkpoint_is_loaded(pg, tmp_path):
     dist_checkpointing.save({"weight": saved}, str(stock))
     stored = value[512:].numpy().tobytes()
     (file,) = [path for path in stock.glob("*.distcp") if stored in path.read_bytes()]
-    flip_a_bit(file, file.read_bytes().index(stored))
+    flip(file, file.read_bytes().index(stored))
     assert present("S24") and not torch.equal(dist_checkpointing.load({"weight": wanted}, str(stock))["weight"], value)
     step = make_step(tmp_path / "ours", 50)
-    flip_a_bit(step / "__0_0.distcp", (step / "__0_0.distcp").stat().st_size // 2)
+    flip(step / "__0_0.distcp")
     assert "its SHA-256 is another" in (manifest.content_defect(step, ["__0_0.distcp"]) or "")

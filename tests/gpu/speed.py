@@ -131,7 +131,7 @@ def _captured(stage: Stage, layer: Any, shape: tuple[int, ...]) -> None:
 
 
 def _graphs_in_steps(stage: Stage) -> None:
-    """Train a model with graphs of three parts, of whole layers, and without: the same bits, and the time of a step."""
+    """Train models with graphs of parts, of whole layers, and without: the same bits, and the time of a step."""
     from tests.helpers.recorded_graphs import RecordedGraph
     from tests.helpers.stepped_trainer import Trainer  # which needs pytest
 
@@ -140,11 +140,17 @@ def _graphs_in_steps(stage: Stage) -> None:
         {} if stage.dry else {"hidden_size": 1024, "moe_ffn_hidden_size": 512, "num_experts": 32, "seq_length": 1024}
     )
     balance = {"moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (0.01,)}
-    parts = {"no": None, "parts": ("attn", "mlp", "moe_router"), "layers": ("attn", "mlp", "moe")}
-    for name, modules in parts.items():
+    dropping = {
+        "moe_expert_capacity_factor": 1.0,
+        "recompute_granularity": "selective",
+        "recompute_modules": ("core_attn", "layernorm", "moe_act"),
+    }
+    parts = {"no": None, "parts": ("attn", "mlp", "moe_router", "moe_preprocess"), "layers": ("attn", "mlp", "moe")}
+    for name, modules in {**parts, "no, dropping": None, "layers, dropping": parts["layers"]}.items():
         captured = {"cuda_graph_impl": "none" if modules is None else "local", "cuda_graph_modules": modules}
         trainer = Trainer(
             {"bf16": True, "hidden_dropout": 0.1, "cuda_graph_warmup_steps": 1, **layers, **balance, **captured}
+            | (dropping if "dropping" in name else {})
         )
         graphs = replay_graphs(trainer.run, trainer.model, RecordedGraph if stage.dry else None)
         # Otherwise the embedding's gradient is added up in any order.
@@ -155,8 +161,8 @@ def _graphs_in_steps(stage: Stage) -> None:
         repeats = 1 if stage.dry else 8
         times[name] = milliseconds(stage, lambda _, one=trainer, its=graphs: one.step(graphs=its), repeats, 0)
         groups.destroy()
-    for name in ("parts", "layers"):
-        stage.holds(f"steps that replay CUDA graphs of {name}", found[name] == found["no"], f"{found}")
+    for name, plain in (("parts", "no"), ("layers", "no"), ("layers, dropping", "no, dropping")):
+        stage.holds(f"steps that replay CUDA graphs of {name}", found[name] == found[plain], f"{found}")
     stage.figure("time of a step, without graphs and with them", **{f"{name}_ms": ms for name, ms in times.items()})
 
 

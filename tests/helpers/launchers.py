@@ -56,8 +56,17 @@ class Torchrun:
         for pid in [ranks[rank]] if is_one else [self._process.pid, *ranks]:  # ranks may be in sessions of their own
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._until_gone(ranks)
+
+    def stop(self, how: signal.Signals) -> None:
+        """Send a signal to what launched the ranks. Returns when no process is left."""
+        ranks = self.ranks()
+        self._process.send_signal(how)
+        self._until_gone(ranks)
+
+    def _until_gone(self, ranks: list[int]) -> None:
         status = self.wait(600)
-        assert status is not None, "torchrun did not end within ten minutes of a rank's death"
+        assert status is not None, "torchrun did not end within ten minutes of a signal or a rank's death"
         deadline = time.monotonic() + 600
         while any(alive(pid) for pid in ranks):
             assert time.monotonic() < deadline, f"ranks outlived torchrun: {ranks}"

@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from megatron_moe.engine.patching import replaced
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -20,6 +22,7 @@ class RecordedGraph(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
         self.replays, self.pool = 0, pool
+        self.freed: list[torch.UntypedStorage] = []
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage] | None] = {}  # None: made here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,11 +39,23 @@ class RecordedGraph(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator[None]:
         random = torch.get_rng_state()
-        with self:
-            yield
+        of_storages = {name: self._recorded(getattr(torch.UntypedStorage, name)) for name in ("resize_", "copy_")}
+        with replaced([torch], get_rng_state=_not_in_a_capture, set_rng_state=_not_in_a_capture):
+            with self, replaced([torch.UntypedStorage], **of_storages):
+                yield
         torch.set_rng_state(random)
         for storage, bits in filter(None, self._before.values()):
             storage.copy_(bits)
+
+    def _recorded(self, change: Any) -> Any:
+        def changed(storage: torch.UntypedStorage, given: Any) -> Any:  # recomputation frees one, and fills it again
+            self.calls.append((change, (storage, given), {}, []))
+            if given == 0:
+                self.freed.append(storage)
+            with _disable_current_modes():
+                return change(storage, given)
+
+        return changed
 
     def replay(self) -> None:
         if not self.replays:  # NaN, and indices out of range, for what no operation makes again
@@ -50,7 +65,13 @@ class RecordedGraph(TorchDispatchMode):
         with torch.no_grad():
             for func, args, kwargs, made in self.calls:
                 for here, again in zip(made, made_by(func, args, kwargs)[1], strict=True):
+                    if not here.untyped_storage().nbytes():
+                        here.untyped_storage().resize_(again.untyped_storage().nbytes())
                     here.copy_(again)
+
+
+def _not_in_a_capture(*_: Any) -> Any:
+    raise AssertionError("the state of the random numbers is asked for in a capture")
 
 
 class RecordedGraphs(list[RecordedGraph]):

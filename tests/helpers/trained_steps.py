@@ -1,5 +1,6 @@
 """Small runs that save, on the ranks of a case, and what their steps hold."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ def moved(flags: dict[str, Any]) -> list[dict[str, Any]]:
 
     trained(flags, SavingFirst())
     return found
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of metrics."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def refusal(flags: dict[str, Any]) -> str:

@@ -241,7 +241,7 @@ HEADERS = {
     "a hole between tensors": wrong(shifted(2), SECOND, "nobody"),
 }
 
-# What one key of config.json may not be by itself is in test_config_refusals.py.
+# What one key of config.json may not be by itself is in test_config.py.
 UP = "model.layers.1.mlp.experts.3.up_proj.weight"
 FIFTH = "model.layers.1.mlp.experts.4.gate_proj.weight"
 NORM = "model.layers.1.input_layernorm.weight"

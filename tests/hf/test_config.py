@@ -3,20 +3,29 @@
 import copy
 import importlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+import yaml
+from safetensors.torch import save_file
 
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.presets import PRESETS
+from megatron_moe.config.presets import PRESETS, PUBLISHED
 from megatron_moe.config.rules import check_model
-from megatron_moe.config.schema import Run, build, replace
+from megatron_moe.config.schema import Run, build, flatten, replace
 from megatron_moe.hf import config as hf_config
+from megatron_moe.hf.config import filled_in
 from megatron_moe.hf.families import FAMILIES, family_of_run
 from megatron_moe.model import mla
+from megatron_moe_tools import compat
+from tests.config.refused import refused
 from tests.helpers import tiny_models
+from tests.helpers.plain_steps import write_step
+from tests.helpers.rows import rows
 
 SAVED = {}
 
@@ -264,3 +273,156 @@ def test_a_window_as_long_as_the_context_or_switched_off_is_none():
     assert read({**saved("mixtral"), "sliding_window": 512}).flat == read(saved("mixtral")).flat
     # Qwen's is read only where its switch is on.
     assert read({**saved("qwen3-moe"), "sliding_window": 16}).flat == read(saved("qwen3-moe")).flat
+
+
+# ---- what config.json may not say: each line names the key, its value, the rule, and what works instead
+
+
+ROWS = yaml.load(Path(__file__).with_name("config_refusals.yaml").read_text(), Loader=yaml.CSafeLoader)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "says"), ROWS, ids=[f"{case}-{next(iter(changes))}" for case, changes, _ in ROWS]
+)
+def test_what_is_not_computed_here_or_contradicts_itself_is_refused_by_key(case, changes, says):
+    good = saved(case)
+    bad = {key: value for key, value in {**good, **changes}.items() if value != {}}
+    read(good)
+    refused(lambda: read(bad), "--load-hf folder: config.json: ", *says)
+
+
+@pytest.mark.parametrize("case", ["deepseek-v3", "mixtral"])
+def test_prediction_tensors_that_the_configuration_knows_nothing_of_are_refused(case):
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
+        read(saved(case), prediction=True)
+
+
+# ---- the presets of published models are their authors' configurations, and count as transformers does
+
+
+# What lies on the hub beside the weights: of one model of each family all that is said of the architecture and some
+# more, which is seen to be passed over; of the others the keys that decide something. The presets name the sources.
+CONFIGS = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+
+
+def test_every_preset_of_a_published_model_is_held_against_its_publication():
+    assert set(PUBLISHED) == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_what_its_published_configuration_is_read_as(name):
+    read = hf_config.settings(CONFIGS[name], has_prediction_layers=False, where=name)
+    flat = flatten(build(PUBLISHED[name]))
+    assert {key: flat[key] for key in read.flat} == read.flat
+    assert [note for note in read.notes if "num_nextn_predict_layers" not in note] == []
+    promised = CONFIGS[name].get("num_nextn_predict_layers", 0)
+    assert len(read.notes) == promised
+    if promised:
+        with_them = hf_config.settings(CONFIGS[name], has_prediction_layers=True, where=name)
+        assert with_them.flat == {**read.flat, "mtp_num_layers": promised} and not with_them.notes
+
+
+ONE_OF_A_FAMILY = ["deepseek-v2-lite", "moonlight-16b-a3b", "mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b"]
+ONE_OF_A_FAMILY += ["glm-4.5-air"]
+
+
+@pytest.mark.parametrize("name", rows(PUBLISHED, test=ONE_OF_A_FAMILY))
+def test_a_preset_has_as_many_parameters_as_transformers_builds(name):
+    run = build(PUBLISHED[name])
+    vocab = run.model.vocab_size
+    assert run.derived.padded_vocab_size(vocab) == vocab
+    for config in (CONFIGS[name], hf_config.config_of(run, family_of_run(run), "bfloat16")):
+        fields = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
+        # transformers knows Kimi-K2 by the class it shares with DeepSeek-V3.
+        described = transformers.AutoConfig.for_model(
+            fields.pop("model_type").replace("kimi_k2", "deepseek_v3"), **fields
+        )
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(described)
+        assert sum(parameter.numel() for parameter in model.parameters()) == run.derived.parameter_count(vocab)
+
+
+# ---- --load-hf and --use-checkpoint-args give a run its architecture, as a preset would; contradictions are refused
+
+
+def folder(path: Path, case: str) -> Path:
+    """config.json of a tiny model beside one tensor: no more is read of it."""
+    tiny_models.config(case).save_pretrained(path)
+    said = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**said, "architectures": None}))
+    save_file({"model.norm.weight": torch.ones(64)}, path / "model.safetensors")
+    return path
+
+
+def message_of(*argv: str) -> str:
+    return refused(lambda: compat.parse(argv, filled_in))
+
+
+def test_a_folder_gives_architecture_and_vocabulary_and_nothing_else(tmp_path):
+    run = compat.parse(["--load-hf", str(folder(tmp_path, "deepseek-v3")), "--seq-length", "32"], filled_in)
+    assert (run.model.num_layers, run.model.vocab_size, run.moe.num_experts) == (4, tiny_models.VOCABULARY, 16)
+    assert run.model.multi_latent_attention and run.moe.moe_router_enable_expert_bias
+    assert run.model.max_position_embeddings == 2560 and run.model.mtp_num_layers is None
+    own = {"load_hf", "max_position_embeddings", "moe_router_dtype", *architecture_keys()}
+    assert {name for name, value in flatten(run).items() if value != flatten(Run())[name]} <= own | {"seq_length"}
+    assert run.model.seq_length == 32
+    # a setting that may differ is the user's
+    run = compat.parse(["--load-hf", str(tmp_path), "--max-position-embeddings", "512"], filled_in)
+    assert run.model.max_position_embeddings == 512
+
+
+def test_a_file_contradicts_as_a_flag_does(tmp_path):
+    where = str(folder(tmp_path / "model", "mixtral"))
+    (tmp_path / "run.yaml").write_text("hidden_size: 128\nlr: 1e-4\n")
+    assert "--hidden-size 128" in message_of("--config", str(tmp_path / "run.yaml"), "--load-hf", where)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--num-layers 4 --hidden-size 64", "--moe-layer-freq [1,1,1,1]", "--kv-channels 16", "--num-query-groups 2",
+     "--group-query-attention"],
+)  # fmt: skip
+def test_the_same_in_other_words_is_no_contradiction(tmp_path, flags):
+    where = str(folder(tmp_path, "mixtral"))
+    plain = compat.parse(["--load-hf", where], filled_in)
+    assert compat.parse(["--load-hf", where, *flags.split()], filled_in) == plain
+
+
+def test_a_step_gives_its_architecture_and_no_more(tmp_path):
+    saved = build({"num_layers": 3, "hidden_size": 96, "vocab_size": 77, "num_experts": 4, "lr": 0.5, "bf16": True})
+    write_step(tmp_path, 5, config=flatten(saved))
+    run = compat.parse(["--load", str(tmp_path), "--use-checkpoint-args"], filled_in)
+    assert (run.model.num_layers, run.model.hidden_size, run.model.vocab_size) == (3, 96, 77)
+    assert run.moe.num_experts == 4
+    assert run.optimizer.lr == Run().optimizer.lr and not run.precision.bf16
+    said = message_of("--load", str(tmp_path), "--use-checkpoint-args", "--num-layers", "4")
+    assert "--num-layers 4" in said and "there: 3" in said and "iter_0000005" in said
+
+
+def test_a_run_that_has_saved_goes_on_without_the_folder_that_it_was_imported_from(tmp_path):
+    root = tmp_path / "run"
+    argv = ["--load-hf", str(folder(tmp_path / "hf", "mixtral")), "--load", str(root), "--save", str(root)]
+    first = compat.parse(argv, filled_in)
+    write_step(root, 5, config=flatten(first))
+    (tmp_path / "hf").rename(tmp_path / "gone")
+    assert flatten(compat.parse(argv, filled_in)) == flatten(first)
+    said = message_of(*argv, "--hidden-size", "96")
+    assert "--hidden-size 96 (there: 64)" in said and "iter_0000005" in said
+
+
+def test_a_pretrained_checkpoint_is_loaded_until_the_run_has_a_step_of_its_own(tmp_path):
+    pretrained, root = tmp_path / "pretrained", tmp_path / "run"
+    write_step(pretrained, 7, config=flatten(build({"num_layers": 3, "vocab_size": 77})))
+    argv = ["--pretrained-checkpoint", str(pretrained), "--load", str(root), "--save", str(root)]
+    first = compat.parse(argv, filled_in).checkpoint
+    assert (first.load, first.finetune, first.save) == (str(pretrained), True, str(root))
+    assert compat.parse([*argv, "--use-checkpoint-args"], filled_in).model.num_layers == 3
+    write_step(root, 5, config=flatten(Run()))
+    resumed = compat.parse(argv, filled_in).checkpoint
+    assert (resumed.load, resumed.finetune) == (str(root), False)
+    alone = compat.parse(argv[:2], filled_in).checkpoint
+    assert (alone.load, alone.finetune) == (str(pretrained), True)
+    # the defaults of the architecture stay open, and weights come from one folder
+    assert any("--norm-epsilon" in note for note in compat.parse([*argv[:2], "--use-mcore-models"], filled_in).warnings)
+    said = message_of(*argv[:2], "--load-hf", str(folder(tmp_path / "hf", "mixtral")))
+    assert f"--pretrained-checkpoint {pretrained}" in said and "--load-hf" in said

@@ -34,22 +34,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_folders_are_sound_before_they_are_damaged(folders):
-    for name in ("bf16", "fp8"):
-        opened = HFFolder.open(folders / name)
-        assert opened.notes == [] and opened.config["model_type"] == "deepseek_v3"
-        with TensorReader(opened) as reader:
-            names = set(small_folders.weights())
-            assert set(reader.names()) == names
-            assert all(torch.isfinite(reader.read(each)).all() for each in names)
-        assert set(opened.companions) == {
-            *("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md"),
-            *("modeling_deepseek.py", "configuration_deepseek.py", "conftest.py", "__init__.py", "LICENSE-MODEL"),
-        }
-        assert opened.companion("LICENSE-MODEL") == b"free\n"
-    assert opened.block == (8, 8) and len(opened.scales) == 26
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_malformed_folder_is_neither_opened_nor_converted(folders, tmp_path, capsys, name):
     wrong = CASES[name]

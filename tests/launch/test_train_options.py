@@ -50,29 +50,6 @@ def test_gpu_and_cpu_are_counted_here(monkeypatch, word, devices, ranks):
     assert launch is not None and launch.world_size == ranks and f"--nproc-per-node={ranks}" in launch.words
 
 
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        ("--nproc-per-node 0", "--nproc-per-node 0"),
-        ("--nproc-per-node two", "--nproc-per-node two"),
-        ("--nproc-per-node", "--nproc-per-node"),
-        ("--nproc-per-node --preset tiny", "--nproc-per-node"),
-        ("--nproc-per-node 2 --nproc-per-node 4", "twice"),
-        ("--nproc-per-node 2 --nnodes 1:4", "--nnodes 1:4"),
-        ("--nproc-per-node 2 --nnodes 0", "--nnodes 0"),
-        ("--nproc-per-node 2 --master-port x", "--master-port x"),
-        ("--nproc-per-node 2 --standalone=1", "--standalone"),
-        ("--nproc-per-node 2 --monitor-interval soon", "--monitor-interval soon"),
-        ("--nproc-per-node 2 --max-restarts 3", "--load"),
-        ("--nproc-per-node 2 -m thing", "torchrun"),
-        ("--nproc-per-node gpu", "gpu"),  # there is none here
-    ],
-)
-def test_a_mistake_is_named(words, names):
-    with pytest.raises(ConfigError, match=names):
-        train.split(words.split(), {})
-
-
 @pytest.mark.parametrize("option", ["--numa-binding=foo", "--redirects=foo"])
 def test_a_value_that_torch_refuses_is_a_mistake(option):
     launch, _ = train.split([option, "--nproc-per-node", "1"], {})

@@ -428,18 +428,6 @@ def gates(step: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: grad for name, (_, _, grad) in step["tensors"].items() if name.endswith("router.weight")}
 
 
-def test_fp16s_loss_scale_is_taken_off_the_auxiliary_losses(gloo):
-    """Another scale, the same gradients up to fp16's rounding; at a tenth of their share the losses would show."""
-    flags = {**EACH_LOSS, **PER_TOKEN, "fp16": True, "micro_batch_size": 2}
-    small, large = (
-        gates(gloo.run(1, stepped, flags={**flags, "initial_loss_scale": scale}, loss_mask=UNEQUAL)[0])
-        for scale in (64.0, 2.0**12)
-    )
-    assert len(small) == 2
-    for name, gradient in small.items():
-        assert relative(large[name], gradient) < 0.02
-
-
 def test_the_auxiliary_losses_weigh_the_same_however_the_loss_is_divided(once):
     """Per token or per micro-batch, with 45 of 64 tokens in the loss: their own part of each gate's gradient."""
     parts = []

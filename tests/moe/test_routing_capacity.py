@@ -16,7 +16,6 @@ from megatron_moe.moe.router import Jitter, announce_global_batch
 from megatron_moe.moe.routing import capacity, kept_choices, sinkhorn_scores
 from megatron_moe.moe.routing_probe import RoutingProbe
 from megatron_moe.training.finalize_model_grads import update_routers
-from tests.helpers.called import Called
 from tests.helpers.routers import config, tokens
 from tests.numbers import reference_moe as reference
 
@@ -157,24 +156,3 @@ def test_the_padded_number_holds_all_micro_batches_of_an_expert_group() -> None:
         # The worst place of the group: how many blocks of `sharing` ranks it touches.
         touched = {math.ceil((start + expert) / sharing) - start // sharing for start in range(0, 24, expert)}
         assert max(touched) <= wanted
-
-
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount"}
-"""What makes the host wait for a device: a number read from a tensor, or a shape that data decides."""
-
-
-@pytest.mark.parametrize("losses", ["none", "aux_loss", "seq_aux_loss", "global_aux_loss"])
-def test_without_a_capacity_the_host_waits_for_nothing(losses: str) -> None:
-    def reads(**changes: Any) -> int:
-        coeff = 0.0 if losses == "none" else 0.1
-        r = router(moe_router_load_balancing_type=losses, moe_aux_loss_coeff=coeff, moe_z_loss_coeff=0.1, **changes)
-        dispatcher = build_layer_dispatcher(r.options, moe_groups())
-        hidden, is_padding = tokens(), torch.tensor([True] * 3 + [False] * 7)
-        with Called() as called:
-            decision = r.route(hidden, is_padding, num_sequences=2)
-            experts, plan = dispatcher.dispatch(hidden, decision)
-            dispatcher.combine(experts.rows, plan)
-        return sum(name in WAITS for name in called.names)
-
-    assert reads() == 0
-    assert reads(moe_expert_capacity_factor=1.0) == 1  # how many rows there are

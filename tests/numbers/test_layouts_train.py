@@ -1,14 +1,10 @@
 """Whole runs of combined layouts, with one rank as oracle: what their metrics say of each step, and the evaluation."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, PP2, TP2
-from tests.helpers.trained_steps import TINY, trained
+from tests.helpers.trained_steps import TINY, lines, trained
 
 # Steps with other models and losses under other layouts: tests/numbers/test_layout_matrix.py.
 FLAGS = {
@@ -30,10 +26,6 @@ LAYOUTS = {
     "PP2, EP2, overlapped": (4, {**PP2, **EP2, **OVERLAP}),
     "CP2, TP2, EP2, overlapped": (4, {"context_parallel_size": 2, **TP2, **EP2, **OVERLAP}),
 }
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("layout", rows(LAYOUTS, test=["PP2, EP2, overlapped", "CP2, TP2, EP2, overlapped"]))

@@ -133,32 +133,23 @@ def optimizer_state(chunk: Any, optimizer: Any) -> dict[str, dict[str, torch.Ten
 def trained(run: Run, steps: int = STEPS) -> dict[str, Any]:
     """The weights at the start, and of every step what it was given, said and left behind."""
     from megatron_moe.checkpoint.state import unwrapped
-    from megatron_moe.model.build import build_model
-    from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
-    from megatron_moe.parallel import groups
-    from megatron_moe.parallel.groups import seed_everything
-    from megatron_moe.training.step import connect, train_step
 
-    pg = groups.initialize(run)
-    seed_everything(run)
-    model = build_model(run, pg, model_cases.VOCAB)
-    optimizer = build_optimizer(run, model, pg)
-    scheduler = build_scheduler(run, optimizer)
-    connect(model, optimizer)
-    start = {name: p.detach().float().clone() for name, p in unwrapped(model[0]).named_parameters()}
-    micro_batches, of_steps = batches_of(run, pg), []
+    trainer = model_cases.Trainer(run)
+    (chunk,) = trainer.model
+    model = unwrapped(chunk)
+    start = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    micro_batches, of_steps = batches_of(run, trainer.groups), []
     for number in range(steps):
         scale = 1024.0 * 2 ** (number // 2) if run.precision.fp16 else 1.0
-        wanted = what_a_step_should_see(unwrapped(model[0]), micro_batches, run, scale)
-        sizes = {"num_micro_batches": len(micro_batches), "micro_batch_size": 1, "seq_length": run.model.seq_length}
-        result = train_step(model, optimizer, scheduler, [iter(micro_batches)], **sizes, pg_collection=pg)
+        wanted = what_a_step_should_see(model, micro_batches, run, scale)
+        result = trainer.step_of([iter(micro_batches)], len(micro_batches))
         assert result.committed
-        weights = {name: p.detach().clone() for name, p in unwrapped(model[0]).named_parameters()}
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         said = {"loss": result.loss, "tokens": result.tokens, "grad_norm": result.grad_norm}
         said |= {"rate": result.learning_rate, "scale": result.loss_scale}
         said |= {f"depth {n}": loss for n, loss in enumerate(result.mtp_losses)}
         told = {"said": said, "scale": scale, "weights": weights}
-        of_steps.append({**wanted, **told, **optimizer_state(model[0], optimizer)})
+        of_steps.append({**wanted, **told, **optimizer_state(chunk, trainer.optimizer)})
     return {"start": start, "steps": of_steps}
 
 

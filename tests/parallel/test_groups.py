@@ -1,16 +1,18 @@
-"""One process without a launcher: groups, facts and seeds."""
+"""Groups, facts and seeds: of one process without a launcher, and of several ranks."""
 
 import dataclasses
 import itertools
 import math
 import random
 from datetime import timedelta
+from typing import Any
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_moe.config.launch import launched_world
 from megatron_moe.config.schema import Run, replace
@@ -85,3 +87,52 @@ def test_an_imagined_rank_is_in_the_groups_that_the_engine_gives_it(sizes):
         every = parallel_state.generate_masked_orthogonal_rank_groups(world_size, sizes, mask)
         for rank in range(world_size):
             assert _own_group(rank, world_size, sizes, mask) == [group for group in every if rank in group]
+
+
+# ---- several ranks
+
+
+def group_sizes(run: Run) -> tuple[str, dict[str, int]]:
+    collection = groups.initialize(run)
+    return str(groups.rank_facts()), {name: getattr(collection, name).size() for name in SIZES}
+
+
+SIZES = {
+    **{"tp": 2, "pp": 1, "cp": 1, "dp": 2, "dp_cp": 2, "tp_cp": 2, "tp_dp_cp": 4, "mp": 2},
+    **{"ep": 2, "expt_tp": 1, "expt_dp": 2, "tp_ep": 2, "tp_ep_pp": 2, "intra_dp_cp": 2, "intra_expt_dp": 2},
+}
+
+
+def test_every_group_has_its_size(gloo: Any) -> None:
+    flags = {"num_experts": 8, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    run = replace(Run(), tensor_model_parallel_size=2, sequence_parallel=True, **flags)
+    place, sizes = gloo.run(4, group_sizes, run=run)[3]
+    assert place == "rank 3/4 (tp 1/2, pp 0/1, cp 0/1, dp 1/2, ep 1/2, etp 0/1)"
+    assert sizes == SIZES
+
+
+def streams(run: Run) -> dict[str, float]:
+    """The next number of each random stream of this rank."""
+    groups.initialize(run)
+    groups.seed_everything(run)
+    drawn = {"python": random.random(), "numpy": float(numpy.random.rand()), "torch": float(torch.rand(()))}
+    with get_cuda_rng_tracker().fork():
+        drawn["tensor parallel"] = float(torch.rand(()))
+    return drawn
+
+
+STREAMS = ["python", "numpy", "torch", "tensor parallel"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "differing"),
+    [
+        ({}, STREAMS),
+        ({"tensor_model_parallel_size": 2}, ["tensor parallel"]),
+        ({"pipeline_model_parallel_size": 2}, STREAMS),
+    ],
+    ids=["DP2", "TP2", "PP2"],
+)
+def test_ranks_draw_differently_but_for_what_tensor_parallel_ranks_share(gloo, layout: Any, differing: list[str]):
+    first, second = gloo.run(2, streams, run=replace(Run(), **layout))
+    assert [name for name in first if first[name] != second[name]] == differing

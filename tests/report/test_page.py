@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import page_cost
+from docs import pictures
 from megatron_moe.config import schema
 from megatron_moe.report.jsonl import read_events, read_steps
 from megatron_moe.report.records import StepRecord
@@ -22,7 +23,7 @@ from megatron_moe_tools.report import cli as report
 from megatron_moe_tools.report import page as report_page
 from megatron_moe_tools.report import run_state
 from megatron_moe_tools.report.run_state import RunState, Series
-from tests.report import chromium, page_pictures, steps
+from tests.report import chromium, steps
 
 EVIL = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>'
 LAYERS, EXPERTS = (3, 4, 5), 8
@@ -382,7 +383,7 @@ def test_a_page_of_58_layers_and_256_experts_is_small_and_draws_what_is_in_sight
 
 @pytest.mark.test_all(instead="tests/report/test_page.py::test_the_page_is_what_the_metrics_say")
 def test_the_pictures_of_the_docs_are_made_from_a_run_and_small(browser, tmp_path):
-    page_pictures.draw(tmp_path, upto=40)
+    pictures.draw(tmp_path, upto=40)
     for name in ("report.png", "panel.png"):
-        for picture in (tmp_path / name, page_pictures.DOCS / name):
+        for picture in (tmp_path / name, pictures.DOCS / name):
             assert picture.read_bytes().startswith(b"\x89PNG") and 10_000 < picture.stat().st_size < 150_000

@@ -157,8 +157,4 @@ def test_a_tied_model_has_its_output_layer_where_those_who_serve_it_read_one():
     table, options = SimpleNamespace(copies={"lm_head.weight": "the table"}), SimpleNamespace(drop_mtp=False)
     given = {name: SimpleNamespace(state={}, table=table, options=options, family=FAMILIES[name]) for name in FAMILIES}
     copied = [name for name in given if HuggingFaceSink._copies(given[name])]
-    assert copied == [
-        "deepseek-v2",
-        "deepseek-v3",
-        "glm4-moe",
-    ]
+    assert copied == ["deepseek-v2", "deepseek-v3", "glm4-moe"]

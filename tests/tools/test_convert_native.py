@@ -172,15 +172,9 @@ def test_what_has_no_average_is_refused(run, tmp_path, capsys):
         ("native", run, [average, "1", "1"], ["each once"]),
         ("native", run, [average, "1", "25"], ["has no step 25; it has 1, 2, 3"]),
         ("native", run / "iter_0000001", [average, "1", "2"], ["has no steps; name the folder that a run saved its"]),
-        ("native", run, [average, "1", "2", "--ckpt-step", "2"], ["the place of --ckpt-step"]),
-        ("hf", run, [average, "1", "2"], ["--average-steps 1 2: is for --from native --to native"]),
         ("native", both, [average, "1", "9"], ["another model", "linear_fc"]),
         ("native", other, ["--ema"], ["--ema: "]),
         ("hf", other, ["--ema"], ["--ema-decay"]),
-        ("native", run, ["--ema", average, "1", "2"], ["--ema"]),
-        ("hf", run, ["--ema", "--verify"], ["--verify"]),
-        ("hf", run, ["--dtype", "fp8", "--verify"], ["--dtype fp8, --verify"]),
-        ("megatron", run, ["--ema"], ["--from native --to native"]),
     ):
         assert main(words("native", target, load, there, *flags)) == 2 and not there.exists()
         message = capsys.readouterr().err

@@ -76,23 +76,6 @@ def test_an_output_that_is_there_or_is_the_source_is_refused(tmp_path, capsys, m
     assert main(words(hf, tmp_path / "none" / "yet" / "native")) == 0  # as train and prepare do, folders are made
 
 
-@pytest.mark.parametrize(
-    "flags, part",
-    [
-        (["--dtype", "fp8"], "--dtype fp8: is for --to hf"),
-        (["--no-tokenizer"], "--no-tokenizer: is for --from native --to hf"),
-        (["--no-optim"], "--no-optim: is for --from native --to native"),
-        (["--ckpt-step", "3"], "--ckpt-step 3: is for --from native"),
-        (["--family", "mixtral"], "--family mixtral: is for --to hf"),
-        (["--verify-layers", "2"], "--verify-layers 2: says how much is verified; add --verify"),
-        (["--certificate", "nowhere/c.json"], "--certificate nowhere/c.json: its folder does not exist"),
-        (["--verify-only"], "--verify-only: --save"),
-    ],
-)
-def test_flags_that_mean_nothing_here_are_refused(tmp_path, capsys, hf, flags, part):
-    assert part in refused(capsys, words(hf, tmp_path / "native", *flags))
-
-
 def test_a_source_of_the_other_kind_is_named(tmp_path, capsys, hf):
     assert "--from hf converts it" in refused(capsys, words(hf, tmp_path / "x", origin="native", target="hf"))
     assert main(words(hf, tmp_path / "native")) == 0

@@ -123,14 +123,8 @@ def test_an_imported_model_begins_and_ends_as_its_files_say(folder, capsys, tmp_
 REFUSED = {
     "beyond the positions": (["--prompt", "w5 w6", "--max-new-tokens", "2558"], "2560 positions; 2557 is the most"),
     "a prompt beyond them": (["--prompt", "w5 " * 2600], "shorten the prompt"),
-    "temperature that is none": (["--prompt", "w5", "--temperature", "nan"], "--temperature nan: has to be"),
-    "top-k of none": (["--prompt", "w5", "--temperature", "1", "--top-k", "0"], "--top-k 0: has to be 1 or more"),
-    "top-p of more": (["--prompt", "w5", "--temperature", "1", "--top-p", "1.5"], "--top-p 1.5: has to be above 0"),
-    "seed": (["--prompt", "w5", "--temperature", "1", "--seed", str(2**70)], "has to fit into 64 bits"),
-    "step that is not there": (["--prompt", "w5", "--ckpt-step", "7"], "--ckpt-step 7: there is no such step"),
     "not UTF-8": (["--prompt", os.fsdecode(b"\xff")], "--prompt: is not UTF-8"),
     "another tokenizer": (["--prompt", "é", "--tokenizer-type", "ByteTokenizer"], "gives token 195 and the model has"),
-    "tokenizer without its kind": (["--prompt", "w5", "--tokenizer-model", "x"], "--tokenizer-type is missing"),
     "no begin": (["--prompt", "5", "--tokenizer-type", "NullTokenizer", "--add-bos"], "--add-bos: NullTokenizer has"),
 }
 

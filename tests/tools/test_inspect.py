@@ -15,7 +15,7 @@ from megatron_moe.io.files import new_file
 from megatron_moe_tools import inspect as tool
 from megatron_moe_tools.convert.native import append_block, write_index
 from megatron_moe_tools.inspect import main
-from tests.checkpoint.checkpoint_steps import contents, make_step, put_step, seal, tensors_of
+from tests.checkpoint.checkpoint_steps import contents, flip, make_step, put_step, seal, tensors_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,12 +38,6 @@ def root(tmp_path):
     for iteration in (50, 100, 150):
         make_step(tmp_path, iteration, seed=iteration)
     return tmp_path
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
 
 
 def test_list_tells_of_each_step_what_it_is_and_of_one_that_is_being_written(inspect, root):

@@ -144,10 +144,7 @@ def test_a_block_that_is_left_out_or_comes_twice_is_told() -> None:
     ("block", "message"),
     [
         (Values("other", (0,), torch.ones(4), "thing"), "thing: the model has no tensor other"),
-        (
-            Values("bias", (1,), torch.ones(4), "thing"),
-            "thing: [4] at [1] is not within bias, which has the shape [4]",
-        ),
+        (Values("bias", (1,), torch.ones(4), "thing"), "thing: [4] at [1] is not within bias, which has the shape [4]"),
         (Values("bias", (0, 0), torch.ones(2, 2), "thing"), "thing: [2, 2] at [0, 0] is not within bias"),
         (Values("bias", (0,), torch.tensor([0, 1, 2, torch.nan]), "thing"), "thing contains NaN or infinity"),
     ],

@@ -113,13 +113,6 @@ def test_stages_by_letters_have_the_work_that_they_say_and_hidden_states_of_ever
     assert sum(chunk.flops for trace in traces for chunk in trace.chunks) == whole.chunks[0].flops
 
 
-def test_experts_are_counted_apart_and_shared_by_expert_ranks():
-    _, _, (one,) = traced(4)
-    _, _, (shared,) = traced(4, expert_model_parallel_size=4)
-    assert (shared.expert * 4, shared.dense) == (one.expert, one.dense)
-    assert sum(buffer.numel for buffer in shared.buffers if buffer.expert) >= shared.expert
-
-
 def test_deepseek_v3_on_2048_ranks():
     stages = {"pipeline_model_parallel_size": 16, "decoder_last_pipeline_num_layers": 1}
     run = build({**PRESETS["deepseek-v3"], **stages, "expert_model_parallel_size": 64, "global_batch_size": 15360})

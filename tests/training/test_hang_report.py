@@ -104,12 +104,6 @@ def test_ranks_that_brought_different_collectives_are_shown():
     assert said(*uneven)[1].startswith("all ranks have joined all_to_all of Float[3], number 37")
 
 
-def test_a_rank_that_is_gone_is_the_cause_whatever_the_others_have_begun():
-    record = progress(dump((WORLD, 37, 36)))
-    waiting = RankStatus(0, "doing", "iteration 3", "a.py:1 in f", "item, for the device", groups=record)
-    assert diagnose({0: waiting}, {1: "gone"}, {1: "iteration 3"}).startswith("rank 1 is gone")
-
-
 @pytest.mark.parametrize("record", [{}, {"pg_config": {}, "pg_status": {}, "entries": [{"pg_id": 1}]}, [], None])
 def test_a_record_of_another_format_is_said_and_no_error(record):
     groups, why = within(60.0, lambda: record)

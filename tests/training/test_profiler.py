@@ -38,8 +38,3 @@ def test_operations_are_found_at_their_stations_forward_and_backward(tmp_path, c
     trace = json.loads((tmp_path / "step.json").read_text())
     assert "station: route" in {event.get("name") for event in trace["traceEvents"]}
     assert TopKRouter.route is route
-
-
-def test_a_number_of_steps_below_one_is_refused(capsys):
-    assert main([*TINY, "--profile-steps", "0"]) == 2
-    assert "--profile-steps 0" in capsys.readouterr().err

@@ -20,17 +20,11 @@ TABLE = {"padded_vocab_size": 256}  # the padding has zeros, and else depends on
 
 def norms(run: Run) -> dict[str, Any]:
     """One step's gradients: the norms that health tells, the joint one, and sums over this rank's parameters."""
-    from megatron_moe.model.build import build_model
-    from megatron_moe.optim.optimizer import build_optimizer
-    from megatron_moe.parallel import groups
-    from megatron_moe.parallel.groups import seed_everything
     from megatron_moe.training.gradients import count_zeros, part_grad_norms, weights_norm
 
-    pg_collection = groups.initialize(run)
-    seed_everything(run)
-    chunks = build_model(run, pg_collection, cases.VOCAB)
-    optimizer = build_optimizer(run, chunks, pg_collection)
-    cases.forward_backward(run, chunks, pg_collection)
+    trainer = cases.Trainer(run)
+    chunks, optimizer = trainer.model, trainer.optimizer
+    cases.forward_backward(run, chunks, trainer.groups)
     squares = {True: 0.0, False: 0.0, "weights": 0.0, "zeros": 0}
     for parameter in chunks[0].parameters() if torch.distributed.get_world_size() == 1 else ():
         squares[not getattr(parameter, "allreduce", True)] += float(parameter.main_grad.double().square().sum())

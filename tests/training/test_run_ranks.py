@@ -1,7 +1,5 @@
 """A whole run on the pool's ranks learns, and its logged counts are the oracle of the bias."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,39 +7,29 @@ import torch
 
 from megatron_moe.config.schema import build
 from tests.data.prepared import ids
+from tests.helpers import model_cases
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, PP2, TP2, ZERO_3
-from tests.helpers.trained_steps import TINY, trained
+from tests.helpers.trained_steps import TINY, lines, trained
 
 SHORT = {"num_layers": 2, "seq_length": 32}
 
 
 def loaded_biases(flags: dict[str, Any]) -> dict[int, tuple[str, str, list[float]]]:
     """Build a model, load a checkpoint into it: per MoE layer the dtypes of bias and counts, and the bias."""
-
     from megatron_moe.checkpoint.load import load
     from megatron_moe.checkpoint.plan import plan
     from megatron_moe.checkpoint.state import TrainState
-    from megatron_moe.model.build import build_model
     from megatron_moe.moe.router import routers
-    from megatron_moe.optim.optimizer import build_optimizer, build_scheduler
-    from megatron_moe.parallel import groups
 
-    run = build({**TINY, **flags})
-    source = plan(run).source
+    trainer = model_cases.Trainer(build({**TINY, **flags}), vocabulary=320)
+    source = plan(trainer.run).source
     assert source is not None
-    collection = groups.initialize(run)
-    model = build_model(run, collection, 320)
-    optimizer = build_optimizer(run, model, collection)
-    load(run, source, TrainState(model, optimizer, build_scheduler(run, optimizer), collection))
+    load(trainer.run, source, TrainState(trainer.model, trainer.optimizer, trainer.scheduler, trainer.groups))
     return {
         r.layer_number: (str(r.expert_bias.dtype), str(r.local_tokens_per_expert.dtype), r.expert_bias.tolist())
-        for r in routers(model)
+        for r in routers(trainer.model)
     }
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 COUNTED: dict[str, dict[str, Any]] = {

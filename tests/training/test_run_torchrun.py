@@ -1,55 +1,15 @@
 """Runs under torchrun that are terminated, interrupted and killed go on as if nothing had happened."""
 
-import os
 import signal
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megatron_moe.report.run_info import read_info
 from tests.helpers import kills
-from tests.helpers.launchers import Forked
-from tests.helpers.ranks import ROOT, Child, RankParent, alive
+from tests.helpers.launchers import Forked, Torchrun
+from tests.helpers.ranks import ROOT, RankParent
 from tests.helpers.rows import rows
-
-PATIENCE = 600.0
-
-
-class Torchrun:
-    """torchrun in a session of its own, forked where torch is loaded; its two ranks are interpreters of their own."""
-
-    def __init__(self, parent: RankParent, flags: list[str], folder: Path, log: Path) -> None:
-        argv = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-        argv += [str(ROOT / "pretrain_moe.py"), *flags]
-        self._parent, self._log = parent, log
-        (self.pid,) = parent.fork([
-            Child("torch.distributed.run:main", argv, str(log), str(folder), own_session=True)
-        ])  # fmt: skip
-
-    def output(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    def until_lines(self, metrics: Path, number: int) -> None:
-        """Wait until a metrics file has so many lines."""
-        deadline = time.monotonic() + PATIENCE
-        while len(kills.raw_lines(metrics)) < number:
-            if time.monotonic() > deadline or self._parent.statuses([self.pid]) != [None]:
-                os.killpg(self.pid, signal.SIGKILL)
-                raise AssertionError(f"it never happened:\n{self.output()}")
-            time.sleep(0.05)
-
-    def stop(self, how: signal.Signals) -> None:
-        """Send torchrun a signal; wait for its end and that of its two ranks."""
-        ranks = [rank.pid for rank in psutil.Process(self.pid).children()]
-        assert len(ranks) == 2
-        os.kill(self.pid, how)
-        assert self._parent.statuses([self.pid], PATIENCE) != [None], self.output()
-        deadline = time.monotonic() + PATIENCE
-        while left := [pid for pid in ranks if alive(pid)]:
-            assert time.monotonic() < deadline, f"ranks were left behind: {left}\n{self.output()}"
-            time.sleep(0.05)
 
 
 # A run that Ctrl-C ends leaves what a killed one does; launch/test_train.py has the signal's way to the ranks.
@@ -62,17 +22,20 @@ def test_a_run_that_is_stopped_in_several_ways_repeats_every_bit_of_an_undisturb
     flags.append("--exit-signal-handler")
     reached = 0
     for how in (signal.Signals[f"SIG{way}"] for way in ways.split()):
-        torchrun = Torchrun(rank_parent, flags, folder, tmp_path / f"{how.name}.log")
-        torchrun.until_lines(metrics, reached + 3)
+        torchrun, log = Torchrun(), tmp_path / f"{how.name}.log"
+        torchrun.start(flags, world_size, folder, log)
+        assert kills.until_lines(torchrun, metrics, reached + 3) is None, log.read_text()
+        assert len(torchrun.ranks()) == world_size
         torchrun.stop(how)
         reached = len(kills.raw_lines(metrics))
         newest = max(path.name for path in (folder / "checkpoints").glob("iter_*"))
         if how is signal.SIGTERM:
             assert newest == f"iter_{reached:07d}", "SIGTERM saves where it stops"
         words = {signal.SIGTERM: f"stopped at iteration {reached} by SIGTERM", signal.SIGINT: "interrupted"}
-        assert words.get(how, "") in torchrun.output()
+        output = log.read_text(errors="replace")
+        assert words.get(how, "") in output
         # torchrun itself leaves with one; the ranks have nothing to add
-        assert torchrun.output().count("Traceback") <= 1, torchrun.output()
+        assert output.count("Traceback") <= 1, output
     last = reached + 3
     forked = Forked(rank_parent)  # torchrun's part is how a run stops
     oracle = kills.undisturbed_job(forked, whole, [*flags, "--exit-interval", str(last)], world_size)

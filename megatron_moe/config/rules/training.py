@@ -6,7 +6,7 @@ import importlib.util
 import sys
 
 from megatron_moe.config import module_names
-from megatron_moe.config.cuda_graphs import existing_modules, obstacle
+from megatron_moe.config.cuda_graphs import WITHIN_MOE, existing_modules, obstacle
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.rules.rule import (
@@ -538,8 +538,10 @@ unread(
 def named_modules_can_be_captured(run: Run) -> None:
     """Refuse graphs of modules that the model does not have, or whose passes a graph cannot repeat."""
     named = run.training.cuda_graph_modules or ()
-    if "moe" in named and "moe_router" in named:
-        raise Refusal(("cuda_graph_modules",), "moe holds the router; drop moe_router")
+    if "moe" in named and (within := [module for module in WITHIN_MOE if module in named]):
+        raise Refusal(("cuda_graph_modules",), f"moe holds {' and '.join(within)}; drop what it holds")
+    if "moe_preprocess" in named and "moe_router" not in named:
+        raise Refusal(("cuda_graph_modules",), "moe_preprocess goes on in the router's graph; add moe_router")
     for module in named:
         if module not in (existing := existing_modules(run)):
             raise Refusal(("cuda_graph_modules",), f"no {module} is captured in this model; use {' '.join(existing)}")

@@ -1,4 +1,4 @@
-"""Draw report.png and panel.png in docs/images from a made-up run: python -m tests.report.page_pictures [FOLDER].
+"""Draw report.png and panel.png in docs/images from a made-up run: python -m docs.pictures [FOLDER].
 
 The run goes through the reporter that training uses: 12 layers of 64 experts, a spike of the loss, a step that was
 skipped, and experts of one layer that die.
@@ -22,7 +22,7 @@ from megatron_moe.report.reporter import Reporter
 from megatron_moe_tools.pretrain import page_sink
 from tests.report import chromium
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "images"
+DOCS = Path(__file__).resolve().parent / "images"
 STEPS, LAYERS, EXPERTS, TOKENS, TOP_K = 400, range(2, 14), 64, 65536, 6
 SPIKE, SKIPPED, DEAD_FROM, DEAD_LAYER, DEAD = 290, 120, 250, 9, 3
 FORMAT = "<meta charset=utf-8><body style='margin:0;background:#11161d;color:#dfe5ec'><pre style='{style}'>{code}</pre>"
