@@ -167,9 +167,8 @@ def check_documents(choice: LayoutChoice, seconds: float, folder: str | None) ->
     with LocalRanks(documents.probe_into, ranks, seconds=seconds, threads=1) as pool:
         for number, layout in enumerate(layouts, start=1):
             at = time.monotonic()
-            argument = {"flags": flatten(layout.run), "padded_vocab_size": PADDED_VOCABULARY}
             try:
-                records = pool.call(argument, layout.ranks)
+                records = pool.call(flatten(layout.run), layout.ranks)
             except RankFailure as failure:
                 report.findings.append(compare.FindingOfLayout(layout, time.monotonic() - at, error=str(failure)))
             else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,7 @@ from megatron_moe_tools.doctor.leaks import (
     first_tokens,
 )
 from megatron_moe_tools.doctor.measure import router_names, unwrapped
+from megatron_moe_tools.doctor.small_copy import PADDED_VOCABULARY
 
 
 class ProbeSamples(Dataset):
@@ -95,38 +96,30 @@ class ProbeSamples(Dataset):
         return tokens
 
 
-@dataclass(frozen=True)
-class DocumentsRequest:
-    """What a rank is asked: a run that passes `config.rules.check`, with documents apart; rows of its vocabulary."""
-
-    run: Run
-    padded_vocab_size: int
+def probe_into(flags: dict[str, Any]) -> dict[str, Any]:
+    """Probe a run that was taken apart into plain values; return plain values."""
+    return probe(build(flags))
 
 
-def probe_into(argument: dict[str, Any]) -> dict[str, Any]:
-    """Probe a request that was taken apart into plain values; return plain values."""
-    return probe(DocumentsRequest(build(argument["flags"]), argument["padded_vocab_size"]))
-
-
-def probe(request: DocumentsRequest, passes: Sequence[Change] | None = None) -> dict[str, Any]:
+def probe(run: Run, passes: Sequence[Change] | None = None) -> dict[str, Any]:
     """Probe on this rank, in the default process group if there is one; all process groups are destroyed.
 
     Args:
+        run: a small copy with documents apart that passes `config.rules.check`.
         passes: the changes to make; None: all of `changes`.
 
     Returns:
         leaks: as dicts, in the order in which they were met. compared: how many outputs and gradients were compared.
         passes: how many changes were made.
     """
-    run, chunks = request.run, []
-    assert run.model.vocab_size is not None, "a request says how many tokens there are"
-    passes = list(passes or changes())
+    assert run.model.vocab_size is not None, "a small copy says how many tokens there are"
+    chunks, passes = [], list(passes or changes())
     try:
         pg_collection = groups.initialize(run)
         if run.moe.moe_alltoall_by_node:
             groups.pretend_machines(1)  # or no token would leave its node
         seed_everything(run)
-        chunks = build_model(run, pg_collection, run.model.vocab_size, padded_vocab_size=request.padded_vocab_size)
+        chunks = build_model(run, pg_collection, run.model.vocab_size, padded_vocab_size=PADDED_VOCABULARY)
         optimizer = build_optimizer(run, chunks, pg_collection)
         connect(chunks, optimizer)
         world_size = dist.get_world_size()

@@ -23,7 +23,7 @@ from megatron_moe.parallel import sequence
 from megatron_moe.parallel.sequence import Documents
 from megatron_moe_tools import compat
 from megatron_moe_tools.doctor import cli
-from megatron_moe_tools.doctor.documents import DocumentsRequest, probe
+from megatron_moe_tools.doctor.documents import probe
 from megatron_moe_tools.doctor.layouts import Layout, LayoutChoice, combinations_of, documents_choice
 from megatron_moe_tools.doctor.leaks import changes, finding_of, leaks_at
 from megatron_moe_tools.doctor.small_copy import small_copy
@@ -37,12 +37,12 @@ CORE = attention.SDPACoreAttention
 
 
 @cache
-def request_of(flags, layout="one-process"):
+def run_of(flags, layout="one-process"):
     own = compat.parse(shlex.split(flags), filled_in)
     layouts = [Layout("one-process", 1, {}, frozenset()), *combinations_of(own, {"TP", "PP", "CP", "EP", "DP"}, 4)]
     copies = [Layout(one.name, one.ranks, one.flags, one.kinds, copy=small_copy(own)) for one in layouts]
     choice = documents_choice(LayoutChoice([one for one in copies if one.name == layout], [], ""), own)
-    return DocumentsRequest(replace(choice.layouts[0].run, num_layers=2, moe_layer_freq=1), 256)
+    return replace(choice.layouts[0].run, num_layers=2, moe_layer_freq=1)
 
 
 def instead(owner, name, wrong):
@@ -153,7 +153,7 @@ def late(firsts):
 
 
 def wider(one, by):
-    """One more key than a piece may see, `by` of its number of rows."""
+    """A piece sees `by` more keys."""
     return one._replace(earlier=slice(max(one.earlier.start - by, 0), one.earlier.stop))
 
 
@@ -314,9 +314,9 @@ ROWS = [pytest.param(name, marks=() if name in FAST else SLOW) for name in PLANT
 
 def found(name):
     flags, layout, patch, _ = PLANTS[name]
-    request = request_of(flags, layout or "one-process")
+    run = run_of(flags, layout or "one-process")
     with mock.patch.object(*patch) if patch else nullcontext():
-        return probe(request, SOME if patch else None)
+        return probe(run, SOME if patch else None)
 
 
 @pytest.mark.parametrize("name", ROWS)
