@@ -33,7 +33,6 @@ FURTHER, TWO_FURTHER = (f"{GQA} --mtp-num-layers {depths}" for depths in (1, 2))
 AGAIN = f"{GQA} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DROPPED, SHARDED = f"{GQA} --attention-dropout 0.1", f"{GQA} --data-parallel-sharding-strategy optim_grads_params"
 SOME = [change for change in changes() if change.sample != 2 and change.first in (0, 1, 8, 11)]
-CORE = attention.SDPACoreAttention
 
 
 @cache
@@ -60,35 +59,27 @@ def pieces(change):
     return after(context_parallel, "pieces_of", lambda found, *_: list(map(change, found)))
 
 
-def documents(change, only=lambda size: True):
-    """Every attention is told other documents."""
-
-    def wrong(pieces_of):
-        return lambda length, rank, size, known=None: pieces_of(
-            length, rank, size, change(known) if known is not None and only(size) else known
-        )
-
-    return instead(context_parallel, "pieces_of", wrong)
-
-
 def firsts(change, only=lambda size: True):
     """Every attention is told other first tokens of documents, which `change` makes of the right ones [B, S]."""
-    return documents(lambda known: known._replace(firsts=change(known.firsts)), only)
+
+    def told(known, size):
+        return known if known is None or not only(size) else known._replace(firsts=change(known.firsts))
+
+    return instead(context_parallel, "pieces_of", lambda own: lambda length, rank, size, known=None: own(
+        length, rank, size, told(known, size)))  # fmt: skip
 
 
-def masks(when, change=torch.zeros_like):
-    """The same where `when` says so of the core attention; the mask is lost."""
+def masks(when):
+    """The mask is lost where `when` says so of the core attention."""
 
-    def wrong(forward):
-        def told(core, query, key, value, attention_mask=None, **options):
+    def wrong(core, forward, query, key, value, attention_mask=None, **options):
+        if attention_mask is not None and when(core):
             known = Documents.of(attention_mask, query.shape[1])
-            if known is not None and when(core):
-                attention_mask = known._replace(firsts=change(known.firsts)).as_mask()
-            return forward(core, query, key, value, attention_mask, **options)
+            attention_mask = known._replace(firsts=torch.zeros_like(known.firsts)).as_mask()
+        return forward(core, query, key, value, attention_mask, **options)
 
-        return told
-
-    return instead(CORE, "forward", wrong)
+    core = attention.SDPACoreAttention
+    return instead(core, "forward", lambda own: lambda self, *args, **options: wrong(self, own, *args, **options))
 
 
 def nth(number, of):
@@ -113,18 +104,6 @@ def backward(change):
     return after(context_parallel, "piece_gradients", lambda found, *_: change(*found))
 
 
-def turned(module, method, wrong):
-    """The gradient of a module's output is what `wrong` makes of it."""
-
-    def hooked(found, *_):
-        tensor = found[0] if isinstance(found, tuple) else found
-        if tensor.requires_grad:
-            tensor.register_hook(wrong)
-        return found
-
-    return after(module, method, hooked)
-
-
 def without_documents(wrong):
     """Further predictions look ahead over the documents where `wrong` says so of the dtype and the distance."""
     return instead(mtp, "shifted", lambda own: lambda x, by, group, known=None: own(
@@ -136,14 +115,13 @@ def on_rank(rank, change=torch.zeros_like):
     return firsts(change, lambda _: dist.get_rank() == rank)
 
 
-def kept():
-    """A layer adds a little of what it has put out last."""
-    last = {}
+def before(mix):
+    """Every result is mixed with the one before."""
+    kept = []
 
-    def wrong(found, own, *_):
-        before = last.get(own, found)
-        last[own] = found.detach()
-        return found + 1e-3 * before if before.shape == found.shape else found
+    def wrong(found, *_):
+        kept.append(found.detach().clone())
+        return mix(found, kept[-2:][0])
 
     return wrong
 
@@ -152,34 +130,9 @@ def late(firsts):
     return firsts.roll(1, 1).index_fill(1, torch.tensor(0), 0).clamp_max(torch.arange(firsts.shape[1]))
 
 
-def wider(one, by):
+def wider(one, by=1):
     """A piece sees `by` more keys."""
     return one._replace(earlier=slice(max(one.earlier.start - by, 0), one.earlier.stop))
-
-
-def early(firsts):
-    """The last token of a document is the next one's first."""
-    return torch.cat((firsts[:, 1:], firsts[:, -1:]), 1).where(firsts >= 0, firsts)
-
-
-def one_head(own):
-    def attended(query, key, value, scale, pieces):
-        contexts, logsumexps = own(query, key, value, scale, pieces)
-        contexts[:, 0] = own(query, key, value, scale, [wider(one, 1) for one in pieces])[0][:, 0]
-        return contexts, logsumexps
-
-    return attended
-
-
-def stale():
-    """A cache begins with the first row that there ever was."""
-    first = []
-
-    def wrong(rows, *_):
-        first.append(rows[:, :, :1].clone())
-        return torch.cat((first[0], rows[:, :, 1:]), 2)
-
-    return wrong
 
 
 HERE, EXPERTS = "decoder.layers.0.self_attention", "decoder.layers.0.mlp"
@@ -187,11 +140,12 @@ ABOVE = "backward, from what reads decoder.layers.0"
 LATER, FURTHER_ATTENTION = "decoder.layers.1.self_attention", "mtp.layers.0.transformer_layer.self_attention"
 CONTINUED, EVALUATED = "generation: output_layer", f"evaluation: {HERE}"
 LOST = firsts(torch.zeros_like)
-ONE_KEY = pieces(lambda one: wider(one, 1))
+ONE_KEY = pieces(wider)
 FIRST_KEY = pieces(
     lambda one: one._replace(earlier=slice(0, max(one.earlier.stop - one.earlier.start, one.own.start > 0)))
 )
 ROLLED = lambda found, *_: found + 1e-3 * found.roll(1, 0)  # noqa: E731
+ROLLED_BACK = lambda found, *_: found + (ROLLED(found) - ROLLED(found).detach())  # noqa: E731
 # What a hook of context parallelism did, which replaced every layer's mask by a causal one (trl #6843).
 PUBLISHED = firsts(torch.zeros_like, only=lambda size: size > 1)
 
@@ -201,12 +155,10 @@ PLANTS = {
     "one key too many": (GQA, "", ONE_KEY, HERE),
     "one key too many, latent": (LATENT, "", ONE_KEY, HERE),
     "one key too many in one sequence": (GQA, "", pieces(lambda one: wider(one, int(one.rows.start or 0))), HERE),
-    "one key too many for one head": (GQA, "", instead(context_parallel, "attend_pieces", one_head), HERE),
     "one key too many, torch's kernel": (DROPPED, "", ONE_KEY, HERE),
     "the first document's first key": (GQA, "", FIRST_KEY, HERE),
     "the first document's first key, latent": (LATENT, "", FIRST_KEY, HERE),
     "keys one position back": (GQA, "", attended(lambda q, k, v: (q, k.roll(1, 2), v.roll(1, 2))), HERE),
-    "keys one position on": (GQA, "", attended(lambda q, k, v: (q, k.roll(-1, 2), v.roll(-1, 2))), HERE),
     "values one position on": (GQA, "", attended(lambda q, k, v: (q, k, v.roll(-1, 2))), HERE),
     "keys of the other sequence, latent": (LATENT, "", attended(lambda q, k, v: (q, k.flip(0), v)), HERE),
     "the embedding of the token before": (GQA, "", after(
@@ -220,16 +172,14 @@ PLANTS = {
     "the mask of the first micro-batch": (GQA, "", instead(context_parallel, "once", lambda own, made={}: (
         lambda tensor, what, make: made.get(what) or made.setdefault(what, make()))), HERE),
     "no mask in the last layer": (GQA, "", masks(nth(1, 2)), LATER),
-    "no mask in the last layer, latent": (LATENT, "", masks(nth(1, 2)), LATER),
     "no mask in training": (GQA, "", masks(lambda core: core.training), HERE),
     "no mask in evaluation": (GQA, "", masks(lambda core: not core.training), EVALUATED),
     "no mask in evaluation, latent": (LATENT, "", masks(lambda core: not core.training), EVALUATED),
-    "a boundary late in evaluation": (GQA, "", masks(lambda core: not core.training, late), EVALUATED),
     "no mask where a layer is computed again": (AGAIN, "", masks(nth(2, 4)), "decoder.layers.1.mlp.router"),
     # boundaries
     "boundaries one token late": (GQA, "", firsts(late), HERE),
     "boundaries one token late, latent": (LATENT, "", firsts(late), HERE),
-    "boundaries one token early": (GQA, "", firsts(early), HERE),
+    "boundaries one token early": (GQA, "", firsts(lambda one: one.roll(-1, 1)), HERE),
     "boundaries at blocks of 4 alone": (GQA, "", firsts(lambda one: one // 4 * 4), HERE),
     "the first boundary lost": (GQA, "", firsts(lambda one: one * (one > one.clamp_min(1).amin(1, True))), HERE),
     "each token alone": (GQA, "", firsts(lambda one: torch.arange(32).expand(2, -1)), HERE),
@@ -243,22 +193,20 @@ PLANTS = {
     "further inputs are rolled twice": (FURTHER, "", instead(mtp, "shifted", lambda own: lambda x, by, *rest: own(
         x, by * 2 if by > 0 else by, *rest)), "mtp.layers.0.embedding"),
     "no mask in further predictions": (FURTHER, "", masks(nth(2, 3)), FURTHER_ATTENTION),
-    "no mask at the second depth": (TWO_FURTHER, "", masks(nth(3, 4)), FURTHER_ATTENTION.replace("0", "1")),
     "further predictions add neighbours": (FURTHER, "", after(mtp.MTPLayer, "forward", ROLLED), "mtp.layers.0.output"),
     # backward
     "backward: no mask": (GQA, "", instead(context_parallel, "piece_gradients", lambda own: lambda *args: own(
         *args[:-1], context_parallel.pieces_of(args[1].shape[2], 0, 1))), ABOVE),
     "backward: one key too many": (GQA, "", instead(context_parallel, "piece_gradients", lambda own: lambda *args: own(
-        *args[:-1], [wider(one, 1) for one in args[-1]])), ABOVE),
+        *args[:-1], list(map(wider, args[-1])))), ABOVE),
     "backward: keys one off": (GQA, "", backward(lambda q, k, v: (q, k.roll(1, 2), v)), ABOVE),
-    "backward: queries one off": (GQA, "", backward(lambda q, k, v: (q.roll(-1, 2), k, v)), ABOVE),
     "backward: values one off, latent": (LATENT, "", backward(lambda q, k, v: (q, k, v.roll(1, 2))), ABOVE),
     "backward: the other sequence": (LATENT, "", backward(lambda q, k, v: (q, k, v + v.flip(0))), ABOVE),
     "backward: a little": (LATENT, "", backward(lambda q, k, v: (q + 1e-30, k, v)), ABOVE),
-    "backward: through the experts": (GQA, "", turned(
-        layer.MoELayer, "forward", lambda grad: grad.roll(1, 0)), "backward, from what reads decoder.layers.1"),
-    "backward: through the logits": (GQA, "", turned(
-        build.OutputLayer, "forward", lambda grad: grad.roll(1, 0)), "backward, from what reads output_layer"),
+    "backward: through the experts": (GQA, "", after(
+        layer.MoELayer, "mixture", ROLLED_BACK), "backward, from what reads decoder.layers.1"),
+    "backward: through shared experts": (LATENT, "", after(
+        layer.SharedExperts, "forward", ROLLED_BACK), "backward, from what reads decoder.layers.1"),
     # experts, losses, what is kept
     "weights over all tokens": (GQA, "", after(router, "route", lambda decision, *_: decision._replace(
         probs=decision.probs * decision.probs.max())), EXPERTS),
@@ -268,13 +216,15 @@ PLANTS = {
     "shared experts add neighbours": (LATENT, "", after(layer.SharedExperts, "forward", ROLLED), EXPERTS),
     "losses over all tokens": (GQA, "", after(
         build.LanguageModel, "compute_language_model_loss", lambda found, *_: found + found.mean()), "loss"),
-    "a layer keeps what it put out last": (GQA, "", after(layer.MoELayer, "mixture", kept()), EXPERTS),
+    "a layer keeps what it put out last": (GQA, "", after(
+        layer.MoELayer, "mixture", before(lambda found, last: found + 1e-3 * last[:1, -1:])), EXPERTS),
     # generation
     "a cache with a key twice": (GQA, "", after(
         generate._Rows, "put", lambda rows, *_: torch.cat((rows[:, :, :1], rows), 2)), CONTINUED),
     "a cache without its first key": (LATENT, "", after(
         generate._Rows, "put", lambda rows, *_: rows[:, :, rows.shape[2] > 1 :]), CONTINUED),
-    "a cache of the prompt before": (GQA, "", after(generate._Rows, "put", stale()), CONTINUED),
+    "a cache of what it was before": (GQA, "", after(generate._Rows, "put", before(
+        lambda rows, last: torch.cat((last[:, :, :1], rows[:, :, 1:]), 2))), CONTINUED),
     "a cache without positions": (LATENT, "", instead(
         generate._CachedLatentAttention, "_rotated", lambda own: lambda self, x: x), CONTINUED),
     "keys one off in a cache": (GQA, "", instead(generate, "attend_with_last", lambda own: lambda q, k, *rest: own(
@@ -284,21 +234,17 @@ PLANTS = {
     "the published case, latent": (LATENT, "cp2", PUBLISHED, HERE),
     "no mask on one rank of a sequence": (GQA, "cp2", on_rank(1), HERE),
     "a key too many on one rank of a sequence": (LATENT, "cp2", on_rank(0, lambda one: (one - 1).clamp_min(0)), HERE),
-    "places of the other rank": (GQA, "cp2", documents(
-        lambda known: known._replace(firsts=known.firsts.clone(), places=known.places.flip(0))), HERE),
     "keys in another order on one rank": (GQA, "cp2", instead(sequence, "in_order", lambda own: (
         lambda rows, size, *at: own(rows, size, *(() if dist.get_rank() else at)))), HERE),
     "backward: gradients to the other rank": (
         GQA, "cp2", after(context_parallel, "by_rank", lambda rows, *_: rows.flip(0)), ABOVE),
     "no mask on one rank of heads": (GQA, "tp2", on_rank(1), HERE),
     "one key too many on one rank of heads": (LATENT, "tp2", on_rank(0, late), HERE),
-    "no mask on one replica": (GQA, "dp2", on_rank(1), HERE),
     "no mask on one rank of experts": (GQA, "dp2-ep2", on_rank(0), HERE),
     "rows of the token before, from other ranks": (
         GQA, "dp2-ep2", after(dispatch.AllToAllDispatcher, "combine", ROLLED), EXPERTS),
     "no mask on one rank of sharded weights": (SHARDED, "dp2", on_rank(1), HERE),
     "no mask on the last stage": (GQA, "pp2", on_rank(1), LATER),
-    "the other sequence's mask on the first stage": (GQA, "pp2", on_rank(0, lambda one: one.flip(0)), HERE),
     # nothing
     "none": (f"{LATENT} --mtp-num-layers 2 --reset-position-ids --packing greedy", "", (), ""),
     "none, heads": (FURTHER, "", (), ""),
@@ -308,7 +254,7 @@ PLANTS = {
 }  # fmt: skip
 SLOW = pytest.mark.test_all(instead="tests/tools/test_doctor_documents.py::test_leaks_are_found_where_they_are")
 FAST = {"one key too many", "no mask in evaluation", "boundaries one token late", "further inputs cross", "none, heads"}
-FAST |= {"backward: a little", "a choice by all tokens", "a cache of the prompt before", "the published case"}
+FAST |= {"backward: a little", "a choice by all tokens", "a cache of what it was before", "the published case"}
 ROWS = [pytest.param(name, marks=() if name in FAST else SLOW) for name in PLANTS]
 
 
