@@ -22,7 +22,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.paths import require_writable_folder
 from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.config.schema import Run, build, flatten
-from megatron_moe.data.index_file import Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
+from megatron_moe.data.index_file import MASK, Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.hashing import sha256_of_file
 
@@ -163,6 +163,7 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
     lines = []
     for prefix, index in indices.items():
         sidecar = sidecars[prefix]
+        _require_mask(run, index, sidecar)
         if sidecar is not None:
             lines.append(_verified(index, sidecar, tokenizer, limit, deep, hash_bin))
         else:
@@ -241,6 +242,8 @@ def _verified(index: TokenIndex, sidecar: Sidecar, tokenizer: Tokenizer, limit: 
     wanted = {".idx": sidecar.idx_sha256}
     if hash_bin:
         wanted[".bin"] = sidecar.bin_sha256
+        if sidecar.mask_sha256 is not None:
+            wanted[MASK] = sidecar.mask_sha256
     for suffix, expected in wanted.items():
         actual = hashing(index.prefix + suffix)
         if actual != expected:
@@ -250,6 +253,31 @@ def _verified(index: TokenIndex, sidecar: Sidecar, tokenizer: Tokenizer, limit: 
             )
     what = "SHA-256 of .bin and .idx" if hash_bin else "sizes and SHA-256 of .idx (.bin is beyond --data-verify-gb)"
     return f"{counts}; {what} verified"
+
+
+def _require_mask(run: Run, index: TokenIndex, sidecar: Sidecar | None) -> None:
+    """Check that the mask of a dataset of conversations is there and of its size, and that the run can use it."""
+    path, named = index.prefix + MASK, sidecar is not None and sidecar.mask_sha256 is not None
+    if os.path.exists(path) != named:
+        what = "is missing" if named else "is there"
+        about = f"{sidecar_path(index.prefix)} {'names' if named else 'does not name'} a file of trained tokens"
+        raise ConfigError(f"{path} {what}, and {about}; copy all files of the dataset again")
+    if not named:
+        return
+    if (size := os.path.getsize(path)) != index.num_tokens:
+        raise ConfigError(f"{path}: {size} bytes for {index.num_tokens} tokens; copy all files of the dataset again")
+    if run.data.packing == "none":
+        raise ConfigError(
+            f"{index.prefix} is of conversations, of which each has to be whole: add --packing best-fit "
+            "--reset-attention-mask"
+        )
+    longest = int(index.lengths.max()) - 1
+    if longest > run.model.seq_length:
+        number = int((index.lengths - 1 > run.model.seq_length).sum())
+        raise ConfigError(
+            f"{index.prefix}: {number} conversations are longer than --seq-length {run.model.seq_length}, up to "
+            f"{longest}: their answers would be cut off; raise it, or prepare the data with --seq-length"
+        )
 
 
 def _scan(index: TokenIndex, limit: int) -> str:
@@ -297,7 +325,8 @@ def _progress(text: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 # resume compares them and the settings that decide the order, and a run that saves checks that no file has changed.
 
 Fingerprint = dict[str, dict[str, dict[str, Any]]]
-"""prefix, as the flags name it -> ".bin" and ".idx" -> bytes, mtime_ns, sha256 (hex or None), verified."""
+"""prefix, as the flags name it -> ending of a file -> bytes, mtime_ns, sha256 (hex or None), verified."""
+_NO_FILE = {"bytes": 0, "mtime_ns": 0, "sha256": None, "verified": False}
 
 
 def data_fingerprint(run: Run, *, deep: bool | None = None) -> Fingerprint:
@@ -318,17 +347,27 @@ def data_fingerprint(run: Run, *, deep: bool | None = None) -> Fingerprint:
     for prefix in prefixes:
         sidecar = read_sidecar(prefix)
         found[prefix] = {}
-        for suffix in (".bin", ".idx"):
+        hashes: dict[str, str | None] = {".bin": None, ".idx": None}
+        if sidecar is not None:
+            hashes = {".bin": sidecar.bin_sha256, ".idx": sidecar.idx_sha256}
+            if sidecar.mask_sha256 is not None:
+                hashes[MASK] = sidecar.mask_sha256
+        for suffix, digest in hashes.items():
             path, verified = prefix + suffix, deep and (with_bin or suffix == ".idx")
             about = os.stat(path)
-            digest = None
-            if sidecar is not None:
-                digest = sidecar.bin_sha256 if suffix == ".bin" else sidecar.idx_sha256
-            elif verified:
+            if sidecar is None and verified:
                 digest = hashing(path)
             entry = {"bytes": about.st_size, "mtime_ns": about.st_mtime_ns, "sha256": digest, "verified": verified}
             found[prefix][suffix] = entry
     return found
+
+
+def chat_template(run: Run) -> str | None:
+    """Return the template by which the run's conversations were written; None without any, or of several templates."""
+    sources = read_sources(run.data)
+    sidecars = [] if sources.mock else map(read_sidecar, sources.prefixes())
+    found = {sidecar.chat["template"] for sidecar in sidecars if sidecar is not None and sidecar.chat}
+    return found.pop() if len(found) == 1 else None
 
 
 def require_same_samples(
@@ -353,8 +392,9 @@ def require_same_samples(
     """
     accepted = []
     for prefix in sorted(now.keys() & saved.keys()):
-        for suffix, entry in now[prefix].items():
-            then, hashes = saved[prefix][suffix], (entry["sha256"], saved[prefix][suffix]["sha256"])
+        for suffix in sorted(now[prefix].keys() | saved[prefix].keys()):
+            entry, then = (files[prefix].get(suffix, _NO_FILE) for files in (now, saved))
+            hashes = entry["sha256"], then["sha256"]
             if entry["bytes"] != then["bytes"]:
                 difference = f"{entry['bytes']} bytes, {then['bytes']} then"
             elif None not in hashes and hashes[0] != hashes[1]:
@@ -422,8 +462,8 @@ def changed_since(fingerprint: Fingerprint) -> str | None:
 
 def _is_same(mine: dict[str, dict[str, Any]], theirs: dict[str, dict[str, Any]]) -> bool:
     """Return whether two datasets are known to have the same content."""
-    for suffix, entry in mine.items() if theirs else ():
-        other = theirs[suffix]
+    for suffix, entry in mine.items():
+        other = theirs.get(suffix, _NO_FILE)
         if entry["sha256"] is None or (entry["sha256"], entry["bytes"]) != (other["sha256"], other["bytes"]):
             return False
-    return bool(mine and theirs)
+    return bool(mine) and mine.keys() == theirs.keys()

@@ -39,7 +39,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import DOCUMENTS, stage_reads
 from megatron_moe.data.checks import SPLITS, Blend, cache_folder, hashing, read_sources, require_sequence
-from megatron_moe.data.index_file import read_sidecar
+from megatron_moe.data.index_file import MASK, read_sidecar
 from megatron_moe.data.packing import Packing, pack, part_sizes
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import replace_json
@@ -122,6 +122,8 @@ class MockDocumentSamples(_DocumentsKnown, MockGPTDataset):
 class PackedSamples(MegatronDataset):
     """The samples of one epoch as `packing.pack` packs them, with padding at their end.
 
+    Of conversations the trained tokens alone have a loss.
+
     The constructor, the samples and the caches are otherwise those of the engine's GPTDataset.
     """
 
@@ -133,6 +135,9 @@ class PackedSamples(MegatronDataset):
         super().__init__(*arguments)
         config, folder = self.config, self.config.path_to_cache
         self._lengths = self.dataset.sequence_lengths
+        # Of conversations: for each token of the data 1 if it is trained.
+        trained = f"{self.dataset_path}{MASK}"
+        self._trained = numpy.memmap(trained, dtype=numpy.uint8, mode="r") if os.path.exists(trained) else None
         paths = []
         if folder:
             name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}-{config.packing}"
@@ -160,7 +165,10 @@ class PackedSamples(MegatronDataset):
             begin, end = end, end + size
             tokens[begin:end], labels[begin:end] = ids[:-1], ids[1:]
             firsts[begin] = True
-        loss_mask[:end] = 1
+            loss_mask[begin:end] = 1
+            if self._trained is not None:
+                label = int(self.dataset.index.sequence_pointers[document]) // self.dataset.index.dtype_size + first + 1
+                loss_mask[begin:end] = torch.from_numpy(self._trained[label : label + size].astype(numpy.int64))
         if config.eod_mask_loss:
             loss_mask[tokens == eod] = 0
         crosses = torch.zeros_like(firsts)  # the label of a part's last token is of the same document

@@ -26,6 +26,7 @@ JSON, SETTINGS, SPECIAL, ADDED = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
+TEMPLATE = "chat_template.jinja"
 _MODEL = "config.json"
 _LEGACY = ("vocab.json", "tokenizer.model", "vocab.txt")
 """Vocabularies from which transformers builds a tokenizer where there is no tokenizer.json."""
@@ -102,6 +103,14 @@ def has_transformers() -> bool:
 def _take_whole_texts(model: tokenizers.Tokenizer) -> None:
     model.no_truncation()
     model.no_padding()
+
+
+def chat_template_of(folder: Path) -> Any:
+    """Return the chat template of a tokenizer's folder: a text, or a list of named ones; None where there is none."""
+    file = folder / TEMPLATE
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    return json_object(folder / SETTINGS).get("chat_template")
 
 
 def json_object(file: Path) -> dict[str, Any]:

@@ -32,6 +32,10 @@ DTYPES: dict[int, numpy.dtype] = {
     5: numpy.dtype("int64"),
     8: numpy.dtype("uint16"),
 }
+MASK = ".mask"
+"""The ending of a file that datasets of conversations have: a byte for each token, 1 if it is trained."""
+SUFFIXES = (".bin", MASK, ".json", ".idx")
+"""Endings of a dataset's files, in the order in which they are put in their places: without .idx none opens."""
 SMALL_VOCABULARY = 65_500  # the format's bound for two bytes per token
 _CHUNK_TOKENS = 1 << 24
 _TEXT_ENDINGS = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz", ".zst", ".arrow")
@@ -235,7 +239,8 @@ FORMAT = 1
 class Sidecar:
     """A description of one indexed dataset: sizes in bytes, hashes in hex, `min_id` and `max_id` inclusive.
 
-    `rejected` has the number of records that became no documents, by reason; the file has it where there are some.
+    `rejected` has the number of records that became no documents, by reason; `mask_sha256` is of the file of trained
+    tokens, and `chat` says by which template, and which turns. The file has them where there are any.
     """
 
     format: int
@@ -254,13 +259,17 @@ class Sidecar:
     idx_bytes: int
     idx_sha256: str
     rejected: dict[str, int] = field(default_factory=dict)
+    mask_sha256: str | None = None
+    chat: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the content of the file."""
-        values = dataclasses.asdict(self)
-        if not self.rejected:
-            del values["rejected"]
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value or name not in _OPTIONAL}
         return json.dumps(values, indent=1) + "\n"
+
+
+_OPTIONAL: dict[str, Any] = {"rejected": {}, "mask_sha256": None, "chat": {}}
+"""Facts that a sidecar may lack -> what that means."""
 
 
 def sidecar_path(prefix: str) -> str:
@@ -282,11 +291,17 @@ def read_sidecar(prefix: str) -> Sidecar | None:
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         found = values.get("format") if isinstance(values, dict) else type(values).__name__
         raise ConfigError(f"{path}: format {found!r}, this version reads {FORMAT}; {advice}")
-    values.setdefault("rejected", {})
-    kinds = {"int": int, "str": str, "bool": bool, "dict[str, int]": dict}
+    values = _OPTIONAL | values
+    kinds: dict[str, tuple[type, ...]] = {
+        "int": (int,),
+        "str": (str,),
+        "bool": (bool,),
+        "str | None": (str, type(None)),
+    }
+    kinds |= dict.fromkeys(("dict[str, int]", "dict[str, str]"), (dict,))
     for f in dataclasses.fields(Sidecar):
         if f.name not in values:
             raise ConfigError(f"{path}: {f.name} is missing; {advice}")
-        if type(values[f.name]) is not kinds[str(f.type)]:
+        if type(values[f.name]) not in kinds[str(f.type)]:
             raise ConfigError(f"{path}: {f.name} is {values[f.name]!r}, which is no {f.type}; {advice}")
     return Sidecar(**{f.name: values[f.name] for f in dataclasses.fields(Sidecar)})

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.data.hugging_face_folder import JSON, SETTINGS, SPECIAL
+from megatron_moe.data.hugging_face_folder import JSON, SETTINGS, SPECIAL, TEMPLATE
 from megatron_moe.data.tiktoken_models import RankedTokenizer, byte_letters
 from megatron_moe.data.tokenizers import (
     REPLACEMENT,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import tokenizers
 
 PIECES = "tokenizer.model"
-TEMPLATE = "chat_template.jinja"
 _KEPT = ("chat_template", "padding_side", "truncation_side", "model_input_names", "split_special_tokens")
 """Keys of a tokenizer_config.json that are kept. Others choose a class, which could build another tokenizer than the
 tokenizer.json says, or are written anew."""

@@ -20,6 +20,7 @@ from megatron_moe.checkpoint.save import Saver, SaveTarget, lock_folder
 from megatron_moe.checkpoint.state import TrainingProgress, TrainState
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.data.checks import chat_template
 from megatron_moe.data.datasets import build_datasets
 from megatron_moe.data.index_file import label_entropy
 from megatron_moe.hf.importing import fill
@@ -135,7 +136,7 @@ def build_trainer(
         vocab_size=planned.vocab_size,
         padded_vocab_size=run.derived.padded_vocab_size(planned.vocab_size),
         program=parts.names(),
-        tokenizer=planned.tokenizer.facts(),
+        tokenizer={**planned.tokenizer.facts(), "chat_template": chat_template(run)},
         data=planned.data,
         reporter=reporter,
         started_from=start,

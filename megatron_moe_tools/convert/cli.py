@@ -105,12 +105,12 @@ def run(argv: list[str]) -> int:
     args.given = _given(args, words)
     args.exported = None
     if (args.origin, args.target) == ("native", "hf") and not args.verify_only:  # found before torch is loaded
-        from megatron_moe_tools.convert.exported_files import exported_tokenizer
+        from megatron_moe_tools.convert.exported_files import exported_tokenizer, with_template
 
         step, _ = folder.step_of(Path(args.load), args.ckpt_step) or (None, None)
         named = {name: getattr(args, name) for name in TOKENIZER_FIELDS if getattr(args, name) is not None}
         if step is not None:
-            args.exported = exported_tokenizer(step, named, args.no_tokenizer)
+            args.exported = with_template(exported_tokenizer(step, named, args.no_tokenizer), step)
     from megatron_moe_tools.convert.pipeline import convert
     from megatron_moe_tools.convert.workspace import Workspace, hidden_folder, published_before, require_free
 

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from megatron_moe.checkpoint import folder, manifest, origin
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.schema import Run
-from megatron_moe.data.hugging_face_folder import ADDED, JSON, SETTINGS, SPECIAL
+from megatron_moe.data.hugging_face_folder import ADDED, JSON, SETTINGS, SPECIAL, TEMPLATE, chat_template_of
 from megatron_moe.data.tiktoken_models import KIMI_FILE, kimi_tokenizer
 from megatron_moe.data.tokenizer_choice import tokenizer_of_step
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer
-from megatron_moe.data.transformers_files import PIECES, TEMPLATE, transformers_files
+from megatron_moe.data.transformers_files import PIECES, transformers_files
 from megatron_moe.hf.families import Family
 
 GENERATION = "generation_config.json"
@@ -136,6 +136,21 @@ def exported_tokenizer(step: Path, given: Mapping[str, Any], without: bool) -> E
     ids = _ids(made.eos, made.bos, made.pad)
     words += f"; its ids are those of {JSON} on {made.texts} texts"
     return ExportedTokenizer(words, made.contents, names, ids, made.notes)
+
+
+def with_template(exported: ExportedTokenizer, step: Path) -> ExportedTokenizer:
+    """Return the tokenizer with the chat template of the conversations that the step was trained on."""
+    template = (folder.read_json(step / folder.STATE).get("tokenizer") or {}).get("chat_template")
+    if template is None or (exported is not AS_IT_CAME and not exported.files):
+        return exported
+    if exported is AS_IT_CAME and chat_template_of(step / origin.FOLDER) == template:
+        return exported
+    return replace(
+        exported,
+        files={**exported.files, TEMPLATE: template.encode()},
+        left_out=exported.left_out | {TEMPLATE},
+        notes=(*exported.notes, f"{TEMPLATE} is the template of the conversations that the model was trained on"),
+    )
 
 
 def _ids(eos: int | None, bos: int | None, pad: int | None) -> dict[str, int | None]:

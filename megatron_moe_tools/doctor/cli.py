@@ -103,6 +103,7 @@ def _main(argv: list[str]) -> int:
     require_writable("--json", flags.json)
     if flags.hf is not None and (not flags.documents or rest or flags.layouts or flags.list):
         raise ConfigError(f"--hf {flags.hf}: goes with --documents, without layouts or a run's flags")
+    wanted = [] if flags.documents else flags.layouts  # documents_choice has other names
     if rest:
         own = compat.parse(rest, filled_in)
         # The rules of a real start, on the smallest number of ranks that the flags allow.
@@ -114,20 +115,22 @@ def _main(argv: list[str]) -> int:
         copy = small_copy(own)
         if own.precision.fp8_format is not None:
             say(f"--fp8-format {own.precision.fp8_format}: is not compared; the small copy multiplies in fp32")
-        choice = choose(own, copy, flags.ranks, flags.layouts)
+        choice = choose(own, copy, flags.ranks, wanted)
     else:
         own, copy = model("demo")
-        choice = default_choice(flags.ranks, flags.layouts)
+        choice = default_choice(flags.ranks, wanted)
+    left_out: list[str] = []
     if flags.documents and flags.hf is None:
-        for text in exempted(choice):
-            say(text)
-        choice = documents_choice(choice, own)
+        left_out = exempted(choice)
+        choice = documents_choice(choice, own, flags.layouts)
     if flags.list:
         say("\n".join(names_of(choice.layouts)))
         return SAME
     # Not before the flags are right: loading torch takes seconds.
     from megatron_moe_tools.doctor.compare import details
 
+    for text in left_out:
+        say(text)
     began = time.monotonic()
     try:
         if flags.documents:

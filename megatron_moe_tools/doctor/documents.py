@@ -110,7 +110,7 @@ def probe(run: Run, passes: Sequence[Change] | None = None) -> dict[str, Any]:
 
     Returns:
         leaks: as dicts, in the order in which they were met. compared: how many outputs and gradients were compared.
-        passes: how many changes were made.
+        passes: how many changes were made. with_cache: see `LeakFinding`.
     """
     assert run.model.vocab_size is not None, "a small copy says how many tokens there are"
     chunks, passes = [], list(passes or changes())
@@ -151,7 +151,12 @@ def probe(run: Run, passes: Sequence[Change] | None = None) -> dict[str, Any]:
                     _continue_alone(unwrapped(chunks[0]), samples[change.sample], found, change)
         for leak in found.leaks:
             leak.rank = dist.get_rank()
-        return {"leaks": list(map(asdict, found.leaks)), "compared": found.compared, "passes": len(passes)}
+        return {
+            "leaks": list(map(asdict, found.leaks)),
+            "compared": found.compared,
+            "passes": len(passes),
+            "with_cache": found.allowed,
+        }
     finally:
         for built in chunks:  # see `measure.measure`
             vars(built).clear()

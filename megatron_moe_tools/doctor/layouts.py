@@ -201,7 +201,7 @@ PACKED_LENGTH = 32
 """Tokens of a sequence with several documents."""
 
 
-def documents_choice(choice: LayoutChoice, own: Run) -> LayoutChoice:
+def documents_choice(choice: LayoutChoice, own: Run, wanted: Sequence[str] = ()) -> LayoutChoice:
     """Return one process of each model and the layouts of several ranks, with documents that do not see each other.
 
     Auxiliary losses are left out: they are meant to see all tokens. So is what `exempted` names.
@@ -209,9 +209,10 @@ def documents_choice(choice: LayoutChoice, own: Run) -> LayoutChoice:
     Args:
         own: the run as the flags give it, which says whether positions restart and sequences are padded. With its
             dropout, attention on a CPU is torch's, as it is on a GPU.
+        wanted: as in `choose`.
     """
     layouts, alone = [], set()
-    for layout in choice.layouts:
+    for layout in (*choice.layouts, *(layout for layout, _ in choice.refused)):
         flags = dict(layout.flags)
         if layout.ranks == 1:
             if layout.model in alone:
@@ -219,7 +220,7 @@ def documents_choice(choice: LayoutChoice, own: Run) -> LayoutChoice:
             alone.add(layout.model)
             for name in ("micro_batch_size", "calculate_per_token_loss"):
                 flags.pop(name, None)
-            layout = dataclasses.replace(layout, name=f"one-process+{layout.model or 'own'}")
+            layout = dataclasses.replace(layout, name=f"one-process+{layout.model}".removesuffix("+"))
         copy, micro_batches = layout.copy, 2 * layout.ranks  # two on each replica
         for kind in ("TP", "PP", "CP"):
             micro_batches //= flags.get(_SIZES[kind]) or 1
@@ -238,7 +239,7 @@ def documents_choice(choice: LayoutChoice, own: Run) -> LayoutChoice:
             settings |= {"moe_z_loss_coeff": None, "moe_expert_capacity_factor": None}
             settings["moe_pad_expert_input_to_capacity"] = flags["moe_pad_expert_input_to_capacity"] = False
         layouts.append(dataclasses.replace(layout, copy=replace(copy, **settings), flags=flags))
-    return _chosen(layouts, (), choice.reduced_from)
+    return _chosen(layouts, wanted, choice.reduced_from)
 
 
 def exempted(choice: LayoutChoice) -> list[str]:

@@ -252,12 +252,18 @@ APART = ("no document sees another in {}", "let documents see each other, or wer
 
 @dataclass(frozen=True)
 class LeakFinding(FindingOfLayout):
-    """The outcome of a layout or model that was probed; `allowed` is that of `WatchedOutputs`."""
+    """The outcome of a layout or model that was probed.
+
+    Attributes:
+        allowed: that of `WatchedOutputs`.
+        with_cache: the same of logits with a key/value cache; 0: there were none.
+    """
 
     leaks: list[Leak]
     compared: int
     passes: int
     allowed: float = 0.0
+    with_cache: float = 0.0
 
     @property
     def good(self) -> bool:
@@ -269,6 +275,8 @@ class LeakFinding(FindingOfLayout):
         if self.leaks:
             return f"LEAKS: {leaks_at(self.leaks)}"
         how = f"to {self.allowed:.0e}" if self.allowed else "to the bit"
+        if self.with_cache:
+            how += f", with a cache to {self.with_cache:.0e}"
         return f"apart: {self.compared} outputs and gradients in {self.passes} passes, {how}"
 
     def lines(self) -> Iterator[str]:
@@ -284,6 +292,7 @@ class LeakFinding(FindingOfLayout):
         """Return the finding as plain values for JSON."""
         shown = [{**asdict(leak), "error": str(leak.error), "shown": leak.shown()} for leak in self.leaks[:_KEPT]]
         facts = {"compared": self.compared, "passes": self.passes, "allowed": self.allowed}
+        facts["allowed_with_cache"] = self.with_cache
         at = leaks_at(self.leaks) if self.leaks else None
         return {**super().as_dict(), **facts, "leaks_at": at, "number_of_leaks": len(self.leaks), "leaks": shown}
 
@@ -293,7 +302,8 @@ def finding_of(layout: Layout, records: Sequence[dict[str, Any]], seconds: float
     leaks = []
     for record in records:
         leaks += [Leak(**{**leak, "change": Change(*leak["change"])}) for leak in record["leaks"]]
-    return LeakFinding(layout, seconds, leaks, sum(record["compared"] for record in records), records[0]["passes"])
+    compared, first = sum(record["compared"] for record in records), records[0]
+    return LeakFinding(layout, seconds, leaks, compared, first["passes"], with_cache=first["with_cache"])
 
 
 # ---- A model of transformers.

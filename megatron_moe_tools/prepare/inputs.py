@@ -16,7 +16,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -356,10 +356,7 @@ EXCERPT = 80
 _ROWS = 1024
 _ONE_A_LINE = "; one object a line is read: `jq -c '.[]'` makes that of a list, `jq -c .` of objects over many lines"
 _CHAT_KEYS = {"messages", "conversations", "conversation", "prompt", "completion", "response", "instruction"}
-_OF_A_CHAT = (
-    "chat templates are not applied here: write each conversation as one text first, with "
-    "tokenizer.apply_chat_template(messages, tokenize=False) of transformers"
-)
+_OF_A_CHAT = "conversations are read with --chat-template"
 
 
 class BadRecord(Exception):
@@ -384,14 +381,18 @@ class InputRecord:
         number: which record of its span it is, from 1.
         offset: the byte of the (decompressed) file at which it begins; None for a row.
         content: what was read; of a row only where it is bad.
-        values: one text or list of texts per key; empty where the record is `bad`.
+        values: what `Take` made of it, for texts one text or list of texts per key; empty where the record is `bad`.
     """
 
     number: int
     offset: int | None
     content: bytes
-    values: list[str | list[str]]
+    values: list[Any]
     bad: BadRecord | None = None
+
+
+Take = Callable[[dict[str, Any], tuple[str, ...], Iterable[str]], list[Any]]
+"""Makes values of a record, its keys that are read, and the names of all that the line or table has."""
 
 
 def as_texts(value: str | list[str]) -> list[str]:
@@ -399,22 +400,25 @@ def as_texts(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
-def read_span(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
+def read_span(span: Span, keys: tuple[str, ...], take: Take | None = None) -> Iterator[InputRecord]:
     """Yield the records of a span, good and bad. A text file is one document with the key "text".
+
+    Args:
+        take: what makes values of a record; None: one text or list of texts per key.
 
     Bad are empty and cut files, damaged compression, files of other formats, UTF-16, invalid UTF-8, lines that are no
     JSON object, missing and repeated keys, values that are neither a text nor a list of texts, and empty texts.
     """
-    kind = kind_of(span.path)
+    kind, take = kind_of(span.path), take or _values
     if span.size == 0:
         yield InputRecord(1, 0, b"", [], BadRecord("empty file", "the file is empty"))
     elif kind not in (LINES, TEXT):
-        yield from _rows(span, keys)
+        yield from _rows(span, keys, take)
     elif (other := _other_format(span.path, kind)) is not None:
         if span.start == 0:
             yield InputRecord(1, 0, b"", [], other)
     elif kind == LINES:
-        yield from _lines(span, keys)
+        yield from _lines(span, keys, take)
     else:
         content, bad = b"", None
         values: list[str | list[str]] = []
@@ -493,7 +497,7 @@ def _damaged(error: Exception) -> BadRecord:
     return BadRecord(reason, f"the file is {reason.split()[0]} ({error})")
 
 
-def _lines(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
+def _lines(span: Span, keys: tuple[str, ...], take: Take) -> Iterator[InputRecord]:
     """Yield the lines that begin in a span. A line across its start belongs to the span before."""
     number = 0
     decode = json.JSONDecoder(object_pairs_hook=partial(_object, keys)).decode
@@ -532,7 +536,7 @@ def _lines(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
                     advice = _ONE_A_LINE if isinstance(found, list) else ""
                     problem = f"a JSON object is expected, this is a {type(found).__name__}{advice}"
                     raise BadRecord("not an object", problem)
-                record = InputRecord(number, offset, content, _values(found, keys, found))
+                record = InputRecord(number, offset, content, take(found, keys, found))
             except BadRecord as bad:
                 record = InputRecord(number, offset, content, [], bad)
             yield record
@@ -592,7 +596,7 @@ def _values(record: dict[str, Any], keys: tuple[str, ...], there: Iterable[str])
 # ---- tables
 
 
-def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
+def _rows(span: Span, keys: tuple[str, ...], take: Take) -> Iterator[InputRecord]:
     import pyarrow
 
     number = 0
@@ -604,7 +608,7 @@ def _rows(span: Span, keys: tuple[str, ...]) -> Iterator[InputRecord]:
                     number += 1
                     values = {key: column[row] for key, column in columns.items()}
                     try:
-                        record = InputRecord(number, None, b"", _values(values, keys, there))
+                        record = InputRecord(number, None, b"", take(values, keys, there))
                     except BadRecord as bad:
                         shown = repr(values)[: 4 * EXCERPT].encode("utf-8", "backslashreplace")
                         record = InputRecord(number, None, shown, [], bad)

@@ -16,13 +16,23 @@ import numpy
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.paths import require_writable_file
-from megatron_moe.data.index_file import HEADER_BYTES, Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
+from megatron_moe.data.index_file import (
+    HEADER_BYTES,
+    MASK,
+    SUFFIXES,
+    Sidecar,
+    TokenIndex,
+    open_index,
+    read_sidecar,
+    sidecar_path,
+)
 from megatron_moe.io.program import DONE, run_program, say
+from megatron_moe_tools.prepare.dataset_files import TokenSource, renames, write_dataset
 from megatron_moe_tools.prepare.inputs import matches
-from megatron_moe_tools.prepare.output import ResumeDir, TokenSource, renames, write_dataset
+from megatron_moe_tools.prepare.output import ResumeDir
 
 NAME = "megatron-moe merge"
-_SAME = ("tokenizer_type", "tokenizer_sha256", "vocab_size", "eod", "append_eod")
+_SAME = ("tokenizer_type", "tokenizer_sha256", "vocab_size", "eod", "append_eod", "chat")
 """What the sidecars of merged datasets have in common."""
 
 
@@ -86,7 +96,7 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
     if os.path.realpath(output_prefix) in map(os.path.realpath, prefixes):
         raise ConfigError(f"--output-prefix {output_prefix} is one of the datasets of --input; name another place")
     require_writable_file("--output-prefix", f"{output_prefix}.bin", in_new_folder=True)
-    outputs = [output_prefix + suffix for suffix in (".bin", ".idx", ".json")]
+    outputs = [output_prefix + suffix for suffix in SUFFIXES]
     work.require_free(outputs, command, overwrite=overwrite)
     indices = []
     for prefix in prefixes:
@@ -100,9 +110,13 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
                 f"--input {prefix} has {index.dtype} tokens, {indices[0].prefix} {indices[0].dtype}: datasets of "
                 "one tokenizer can be merged"
             )
-    hashes, about = _common_sidecar(prefixes)
+    sidecars, about = _common_sidecar(prefixes)
     sources = []
-    for index, sha256 in zip(indices, hashes):
+    for index, sidecar in zip(indices, sidecars):
+        sha256 = mask = None
+        if sidecar is not None:
+            sha256 = sidecar.bin_sha256
+            mask = sidecar.mask_sha256 and (Path(index.prefix + MASK), sidecar.mask_sha256)
         sources.append(
             TokenSource(
                 path=Path(f"{index.prefix}.bin"),
@@ -112,6 +126,7 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
                 num_documents=index.num_documents,
                 lengths=partial(getattr, index, "lengths"),
                 counts=partial(numpy.diff, index.documents),
+                mask=mask or None,
             )
         )
     work.path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +135,7 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
         aside = work.whole / "0"
         if not work.publishing:
             write_dataset(aside, sources, indices[0].dtype, about)
-        older = [Path(output_prefix + suffix).absolute() for suffix in (".idx", ".json")]
+        older = [Path(output_prefix + suffix).absolute() for suffix in (".idx", ".json", MASK)]
         work.publish(renames(aside, os.path.abspath(output_prefix)), older)
     return open_index(output_prefix)
 
@@ -152,8 +167,8 @@ def find_datasets(inputs: Sequence[str]) -> list[str]:
     return found
 
 
-def _common_sidecar(prefixes: list[str]) -> tuple[list[str | None], dict[str, Any] | None]:
-    """Return the hash of each dataset's tokens, and what the sidecar of all together says of them; None without one."""
+def _common_sidecar(prefixes: list[str]) -> tuple[Sequence[Sidecar | None], dict[str, Any] | None]:
+    """Return each dataset's sidecar, and what that of all together says of the tokens; None without one."""
     found: list[Sidecar] = []
     without: list[str] = []
     for prefix in prefixes:
@@ -183,4 +198,4 @@ def _common_sidecar(prefixes: list[str]) -> tuple[list[str | None], dict[str, An
         rejected.update(sidecar.rejected)
         least, most = min(least, sidecar.min_id), max(most, sidecar.max_id)
     about |= {"min_id": least, "max_id": most, "rejected": dict(sorted(rejected.items()))}
-    return [sidecar.bin_sha256 for sidecar in found], about
+    return found, about

@@ -8,7 +8,8 @@ moment at which a process was killed.
 A part's documents are dealt out over as many pieces as `--partitions` says, document i to piece i modulo that number:
 which partition a piece belongs to depends on the number of documents before the shard, which is known when all shards
 are done. For each key K and piece P there are `K.P.bin` (tokens), `K.P.lengths` (int32, tokens of each sequence) and
-`K.P.counts` (int32, sequences of each document). Worker processes write parts: no torch and no engine here.
+`K.P.counts` (int32, sequences of each document), of conversations also `K.P.mask` (uint8, for each token 1 if it is
+trained). Worker processes write parts: no torch and no engine here.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ import multiprocessing
 import os
 import shutil
 import signal
-import struct
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
 from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any
@@ -38,32 +40,52 @@ import numpy
 from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError, RunFault, listing
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
-from megatron_moe.data.index_file import DTYPES, FORMAT, MAGIC, Sidecar, token_dtype
+from megatron_moe.data.index_file import MASK, SUFFIXES, token_dtype
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_moe.io.files import (
     canonical_json,
-    free_bytes,
     new_file,
     publish_files,
     replace_json,
-    sync,
-    write_bytes,
     write_json,
 )
-from megatron_moe.io.hashing import FileEntry, HashingFile, blocks_of_file
+from megatron_moe.io.hashing import HashingFile
 from megatron_moe.io.program import note
-from megatron_moe.io.texts import size_text
-from megatron_moe_tools.prepare.inputs import EXCERPT, BadRecord, InputRecord, Shard, as_texts, read_span, stopped_at
+from megatron_moe_tools.prepare.chat import (
+    ASSISTANT,
+    CHAT_KEYS,
+    MARKS,
+    ChatEncoder,
+    ChatFormat,
+    ChatIds,
+    chat_format,
+    conversation_of,
+    marked,
+)
+from megatron_moe_tools.prepare.inputs import (
+    EXCERPT,
+    BadRecord,
+    InputRecord,
+    Shard,
+    Span,
+    as_texts,
+    find_inputs,
+    plan_shards,
+    read_span,
+    stopped_at,
+)
 
 PART_FACTS, PART_REJECTS = "part.json", "rejects.jsonl"
 STOP, SKIP = "stop", "skip"
-_BLOCK = 4 << 20
 
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """The options of megatron-moe prepare, one field per flag. With `workers` None there is one per core."""
+    """The options of megatron-moe prepare, one field per flag. With `workers` None there is one per core.
+
+    `chat` is what `--chat-template` names, with `--train-on` and `--seq-length`; it is no flag.
+    """
 
     input: tuple[str, ...]
     output_prefix: str
@@ -88,6 +110,10 @@ class PreprocessOptions:
     log_interval: int | None = None
     on_bad_line: str = STOP
     max_bad_lines: float | None = None
+    chat_template: str | None = None
+    train_on: str | None = None
+    seq_length: int | None = None
+    chat: ChatFormat | None = None
 
     @property
     def num_pieces(self) -> int:
@@ -109,7 +135,7 @@ class PreprocessOptions:
         """Paths of all files that are written."""
         found = []
         for prefix in self.prefixes:
-            found += [prefix + suffix for suffix in (".bin", ".idx", ".json")]
+            found += [prefix + suffix for suffix in SUFFIXES]
         return [*found, self.rejects]
 
 
@@ -134,6 +160,44 @@ def tokenizer_of(options: PreprocessOptions) -> Tokenizer:
             )
         tokenizer.include_special_tokens = True
     return tokenizer
+
+
+def with_chat(options: PreprocessOptions) -> PreprocessOptions:
+    """Return the options with the chat template that they name, and the key of conversations.
+
+    Raises:
+        ConfigError: see `chat_format`.
+    """
+    if options.chat_template is None:
+        return options
+    tokenizer, train_on = tokenizer_of(options), options.train_on or ASSISTANT
+    chat = chat_format(options.chat_template, tokenizer, options.tokenizer_model, train_on, options.seq_length)
+    options = replace(options, chat=chat)
+    if options.json_keys == PreprocessOptions.json_keys:
+        options = replace(options, json_keys=CHAT_KEYS[:1])
+    return options
+
+
+def show_conversations(options: PreprocessOptions, count: int) -> None:
+    """Print the first conversations with their trained tokens marked, or why they are none."""
+    if options.chat is None:
+        raise ConfigError(f"--show {count} shows conversations; add --chat-template")
+    read, documents_of = reader_of(options), documents_by(options, tokenizer_of(options))
+    marks = MARKS
+    if sys.stdout.isatty():
+        marks = ("\x1b[30;42m", "\x1b[0m")
+    spans = chain.from_iterable(plan_shards(find_inputs(options.input)))
+    for number, record in enumerate(islice(chain.from_iterable(map(read, spans)), count), 1):
+        try:
+            if record.bad is not None:
+                raise record.bad
+            (found,) = documents_of(record)
+        except BadRecord as bad:
+            print(f"conversation {number}: {bad.reason}: {bad.problem}\n")
+            continue
+        assert isinstance(found, ChatIds)
+        print(f"conversation {number}: {len(found.ids)} tokens, {sum(found.mask)} trained")
+        print(f"{marked(found, marks, longest=None)}\n")
 
 
 class ResumeDir:
@@ -281,6 +345,9 @@ class ResumeDir:
                 sizes[f"{key}.{number}.counts"] = 4 * piece["num_documents"]
                 if (place / f"{key}.{number}.bin").exists() or not self.assembling:
                     sizes[f"{key}.{number}.bin"] = itemsize * piece["num_tokens"]
+                mask = f"{key}.{number}{MASK}"
+                if piece["mask"] is not None and ((place / mask).exists() or not self.assembling):
+                    sizes[mask] = piece["num_tokens"]
         for name, size in sizes.items():
             if not (place / name).is_file() or (place / name).stat().st_size != size:
                 return None
@@ -336,6 +403,10 @@ def _locked(path: Path, how: int) -> IO[str]:
 # ---- a part
 
 
+Document = list[list[int]] | ChatIds
+"""The sequences of ids of a text, or a conversation with the mask of its trained tokens."""
+
+
 @dataclass
 class DocumentPiece:
     """Every `num_pieces`-th document of a part, for one key, while it is written."""
@@ -343,26 +414,32 @@ class DocumentPiece:
     tokens: HashingFile
     lengths: HashingFile
     counts: HashingFile
+    mask: HashingFile | None = None
     num_tokens: int = 0
     num_sequences: int = 0
     num_documents: int = 0
     min_id: int = 1 << 62
     max_id: int = -1
 
-    def add(self, sequences: list[list[int]], dtype: numpy.dtype) -> None:
+    def add(self, document: Document, dtype: numpy.dtype) -> None:
         """Append a document."""
+        sequences = [document.ids] if isinstance(document, ChatIds) else document
         ids = numpy.array(sequences[0] if len(sequences) == 1 else list(chain(*sequences)), dtype=dtype)
         self.tokens.write(ids)
         self.lengths.write(numpy.array(list(map(len, sequences)), dtype=numpy.int32))
         self.counts.write(numpy.array([len(sequences)], dtype=numpy.int32))
+        if self.mask is not None and isinstance(document, ChatIds):
+            self.mask.write(numpy.array(document.mask, dtype=numpy.uint8))
         self.num_tokens += len(ids)
         self.num_sequences += len(sequences)
         self.num_documents += 1
         self.min_id, self.max_id = min(self.min_id, int(ids.min())), max(self.max_id, int(ids.max()))
 
     def facts(self) -> dict[str, Any]:
-        """Return what part.json says of the piece: the hash of its tokens, and the numbers."""
+        """Return what part.json says of the piece: the hashes of its tokens and of their mask, and the numbers."""
         facts = dict(vars(self), sha256=self.tokens.entry()["sha256"])
+        if self.mask is not None:
+            facts["mask"] = self.mask.entry()["sha256"]
         del facts["tokens"], facts["lengths"], facts["counts"]
         return facts
 
@@ -379,6 +456,7 @@ def write_part(options: PreprocessOptions, tokenizer: Tokenizer, task: Task) -> 
     """
     shard, place = task
     dtype = token_dtype(tokenizer.vocab_size)
+    read, documents_of = reader_of(options), documents_by(options, tokenizer)
     written, records, rejected = 0, [0] * len(shard), Counter[str]()
     aside = place.with_name(f"{place.name}.{os.getpid()}")
     aside.mkdir()
@@ -391,21 +469,26 @@ def write_part(options: PreprocessOptions, tokenizer: Tokenizer, task: Task) -> 
                     tokens = stack.enter_context(new_file(aside / f"{key}.{number}.bin"))
                     lengths = stack.enter_context(new_file(aside / f"{key}.{number}.lengths"))
                     counts = stack.enter_context(new_file(aside / f"{key}.{number}.counts"))
-                    pieces[-1].append(DocumentPiece(tokens, lengths, counts))
+                    piece = DocumentPiece(tokens, lengths, counts)
+                    if options.chat is not None:
+                        piece.mask = stack.enter_context(new_file(aside / f"{key}.{number}{MASK}"))
+                    pieces[-1].append(piece)
             rejects = stack.enter_context(new_file(aside / PART_REJECTS))
             for number, span in enumerate(shard):
                 span.require_unchanged()
-                for record in read_span(span, options.json_keys):
+                for record in read(span):
                     records[number] += 1
                     try:
-                        documents = _documents(options, tokenizer, record)
+                        if record.bad is not None:
+                            raise record.bad
+                        documents = documents_of(record)
                     except BadRecord as bad:
                         if options.on_bad_line == STOP:
                             raise stopped_at(span, record, bad) from None
                         rejected[bad.reason] += 1
                         shown = record.content[: 4 * EXCERPT].decode("utf-8", errors="backslashreplace")
                         if record.values and not record.content:
-                            shown = as_texts(record.values[0])[0]
+                            shown = str(record.values[0])
                         reject = {
                             "span": number,
                             "line": record.number + bad.lines_before,  # in the span
@@ -435,16 +518,33 @@ def write_part(options: PreprocessOptions, tokenizer: Tokenizer, task: Task) -> 
         raise
 
 
-def _documents(options: PreprocessOptions, tokenizer: Tokenizer, record: InputRecord) -> list[list[list[int]]]:
-    """Return the sequences of ids of a record's document, for each key.
+def reader_of(options: PreprocessOptions) -> Callable[[Span], Iterator[InputRecord]]:
+    """Return what reads the records of a span: texts, or with a chat template conversations."""
+    if options.chat is None:
+        return partial(read_span, keys=options.json_keys)
+    (key,) = options.json_keys
+    return partial(
+        read_span, keys=(key, *CHAT_KEYS), take=lambda record, _, there: [conversation_of(record, key, there)]
+    )
+
+
+def documents_by(options: PreprocessOptions, tokenizer: Tokenizer) -> Callable[[InputRecord], Sequence[Document]]:
+    """Return what makes the document of a sound record, for each key, or raises a `BadRecord`."""
+    if options.chat is None:
+        return partial(_of_texts, options, tokenizer)
+    assert isinstance(tokenizer, HuggingFaceTokenizer), "templates are of these"
+    encode = ChatEncoder(tokenizer, options.chat, eod=options.append_eod)
+    return lambda record: [encode(record.values[0])]
+
+
+def _of_texts(options: PreprocessOptions, tokenizer: Tokenizer, record: InputRecord) -> list[list[list[int]]]:
+    """Return the document of a record's texts, for each key.
 
     A text without tokens gives no sequence, and the last sequence ends with `eod`.
     """
-    if record.bad is not None:
-        raise record.bad
     documents = []
     for value in record.values:
-        document = []
+        document: list[list[int]] = []
         for text in as_texts(value):
             try:
                 ids = tokenizer.tokenize(text)
@@ -525,156 +625,3 @@ def _write_part_in_worker(task: Task) -> None:
     assert _worker is not None
     options, tokenizer, _ = _worker
     write_part(options, tokenizer, task)
-
-
-# ---- from parts to datasets
-
-
-@dataclass(frozen=True)
-class TokenSource:
-    """Tokens in a file, and how they are divided.
-
-    Attributes:
-        path: the file of tokens.
-        num_bytes: its size.
-        sha256: what it has to hash to; None where that is not known.
-        num_sequences, num_documents: of its division.
-        lengths: returns int32 [num_sequences], tokens of each sequence.
-        counts: returns integers [num_documents], sequences of each document.
-    """
-
-    path: Path
-    num_bytes: int
-    sha256: str | None
-    num_sequences: int
-    num_documents: int
-    lengths: Callable[[], numpy.ndarray]
-    counts: Callable[[], numpy.ndarray]
-
-
-def write_dataset(
-    aside: Path,
-    sources: Sequence[TokenSource],
-    dtype: numpy.dtype,
-    about: dict[str, Any] | None,
-    *,
-    consume: bool = False,
-) -> None:
-    """Write `aside` + `.bin`, `.idx` and, where it is known what they are `about`, `.json`.
-
-    Args:
-        aside: path without ending of the files, which are renamed later.
-        about: what the sidecar says of the tokenizer, of the bounds of the ids and of rejected records.
-        consume: remove each source's file of tokens when its bytes are on the disk in `.bin`. A call after a kill then
-            goes on with the sources that are left.
-
-    Raises:
-        ConfigError: there are no documents, or the disk has no room.
-        RunFault: a source is not what its hash says.
-    """
-    sequences = documents = needed = 0
-    for source in sources:
-        sequences += source.num_sequences
-        documents += source.num_documents
-        if not consume:
-            needed += source.num_bytes
-        elif source.path.exists():
-            needed = max(needed, source.num_bytes)
-    if not documents:
-        raise ConfigError("no document was found in the input, and a dataset has at least one")
-    needed += 12 * sequences + 8 * documents
-    free = free_bytes(aside.parent)
-    if free is not None and free < needed:
-        raise ConfigError(
-            f"{aside.parent}: the dataset needs {size_text(needed)} more, {size_text(free)} are free; make room and "
-            "run the same command again"
-        )
-    tokens = _append(Path(f"{aside}.bin"), sources, consume)
-    # The index's format is described in `index_file`.
-    codes = {known: code for code, known in DTYPES.items()}
-    with new_file(Path(f"{aside}.idx")) as file:
-        file.write(MAGIC + struct.pack("<QBQQ", 1, codes[dtype], sequences, documents + 1))
-        with_tokens = [source for source in sources if source.num_sequences]
-        for source in with_tokens:
-            file.write(source.lengths())
-        total = 0  # where each sequence begins, in bytes
-        for source in with_tokens:
-            sizes = source.lengths().astype(numpy.int64) * dtype.itemsize
-            file.write(numpy.cumsum(sizes) - sizes + total)
-            total += int(sizes.sum())
-        file.write(numpy.zeros(1, numpy.int64))
-        total = 0  # the sequences up to each document's end
-        for source in sources:
-            if source.num_documents:
-                counts = source.counts()
-                file.write(numpy.cumsum(counts, dtype=numpy.int64) + total)
-                total += int(counts.sum())
-    if about is None:
-        return
-    index = file.entry()
-    sidecar = Sidecar(
-        format=FORMAT,
-        tokens=tokens["bytes"] // dtype.itemsize,
-        documents=documents,
-        dtype=str(dtype),
-        bin_bytes=tokens["bytes"],
-        bin_sha256=tokens["sha256"],
-        idx_bytes=index["bytes"],
-        idx_sha256=index["sha256"],
-        **about,
-    )
-    write_bytes(Path(f"{aside}.json"), sidecar.to_json().encode())
-
-
-def renames(aside: Path, prefix: str) -> list[tuple[Path, Path]]:
-    """Return each file with its place; the index is last, for a dataset without one does not open."""
-    found = []
-    for suffix in (".bin", ".json", ".idx"):
-        source = Path(f"{aside}{suffix}")
-        if source.exists():
-            found.append((source, Path(prefix + suffix)))
-    return found
-
-
-def _append(target: Path, sources: Sequence[TokenSource], consume: bool) -> FileEntry:
-    """Write the sources' tokens to `target`, behind those that an earlier call has consumed.
-
-    Raises:
-        RunFault: a source has another number of bytes or another hash.
-    """
-    whole = hashlib.sha256()
-    size = 0
-    consumed = consume
-    target.touch()
-    with open(target, "r+b") as file:
-        for source in sources:
-            consumed = consumed and not source.path.exists()
-            file.seek(size)
-            digest = hashlib.sha256()
-            found = 0
-            for block in _blocks(file, source.num_bytes) if consumed else blocks_of_file(source.path):
-                if not consumed:
-                    file.write(block)
-                whole.update(block)
-                if source.sha256 is not None:
-                    digest.update(block)
-                found += len(block)
-            if found != source.num_bytes or source.sha256 not in (None, digest.hexdigest()):
-                raise RunFault(
-                    f"{target if consumed else source.path}: the {source.num_bytes} bytes of {source.path} are not "
-                    "what was written; is the disk bad?"
-                )
-            size += found
-            if consume and not consumed:
-                file.flush()
-                sync(target)
-                source.path.unlink()
-        file.truncate(size)
-    sync(target)
-    return {"bytes": size, "sha256": whole.hexdigest()}
-
-
-def _blocks(file: IO[bytes], num_bytes: int) -> Iterator[bytes]:
-    while block := file.read(min(num_bytes, _BLOCK)):
-        yield block
-        num_bytes -= len(block)

@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -39,12 +39,14 @@ from megatron_moe.config.command_line import Parser, groups, parts
 from megatron_moe.config.errors import ConfigError, RunFault, listing
 from megatron_moe.config.paths import require_writable_file
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
-from megatron_moe.data.index_file import Sidecar, read_sidecar, token_dtype
+from megatron_moe.data.index_file import MASK, Sidecar, read_sidecar, token_dtype
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import canonical_json, new_file, replacing
 from megatron_moe.io.hashing import sha256_of_file
 from megatron_moe.io.program import DONE, note, run_program
 from megatron_moe_tools.compat.megatron_flags import table, translate
+from megatron_moe_tools.prepare.chat import TRAIN_ON
+from megatron_moe_tools.prepare.dataset_files import TokenSource, renames, write_dataset
 from megatron_moe_tools.prepare.inputs import (
     TEXT,
     Shard,
@@ -62,10 +64,9 @@ from megatron_moe_tools.prepare.output import (
     PreprocessOptions,
     ResumeDir,
     Task,
-    TokenSource,
-    renames,
+    show_conversations,
     tokenizer_of,
-    write_dataset,
+    with_chat,
     write_parts,
 )
 
@@ -85,6 +86,7 @@ def preprocess(options: PreprocessOptions, *, show_progress: bool = True) -> dic
         RunFault: the disk is full.
     """
     _check_options(options)
+    options = with_chat(options)
     files = find_inputs(options.input, refuse_empty=options.on_bad_line == STOP)
     if not files:
         raise ConfigError("--input names no files")
@@ -177,6 +179,20 @@ def _check_options(options: PreprocessOptions) -> None:
             f"--tokenizer-vocab-size {options.tokenizer_vocab_size} is of a tokenizer that is trained; add "
             "--train-tokenizer, or drop it"
         )
+    if options.chat_template is None:
+        for name in ("train_on", "seq_length"):
+            if getattr(options, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"{flag} {getattr(options, name)} is for conversations; add --chat-template, or drop it"
+                )
+    elif options.train_tokenizer or options.tokenizer_hf_include_special_tokens:
+        flag = "--train-tokenizer" if options.train_tokenizer else "--tokenizer-hf-include-special-tokens"
+        raise ConfigError(f"{flag}: a chat template writes a tokenizer's special tokens itself; drop the flag")
+    elif len(options.json_keys) > 1:
+        raise ConfigError(f"--json-keys {' '.join(options.json_keys)}: a conversation has one key, e.g. messages")
+    elif options.seq_length is not None and options.seq_length < 1:
+        raise ConfigError(f"--seq-length {options.seq_length} must be at least 1")
     if options.vocab_size is not None and options.tokenizer_type != "NullTokenizer":
         raise ConfigError(
             f"--vocab-size {options.vocab_size} is for --tokenizer-type NullTokenizer; other tokenizers have their "
@@ -189,7 +205,7 @@ def _command(options: PreprocessOptions, files: list[str]) -> dict[str, Any]:
 
     A tokenizer that is trained on the input depends on the state of all its files.
     """
-    command = {**vars(options)}
+    command = asdict(options)
     for name in _OF_RUNNING:
         del command[name]
     command["json_keys"] = list(options.json_keys)
@@ -326,6 +342,8 @@ def _join(options: PreprocessOptions, work: ResumeDir, parts: list[FinishedPart]
         "eod": tokenizer.eod,
         "append_eod": options.append_eod,
     }
+    if options.chat is not None:
+        about["chat"] = {"template": options.chat.template, "train_on": options.chat.train_on}
     rejected: Counter[str] = Counter()
     documents = 0
     for part in parts:
@@ -365,7 +383,7 @@ def _join(options: PreprocessOptions, work: ResumeDir, parts: list[FinishedPart]
                         reject["line"] += first_lines[number]
                         out.write((json.dumps({"file": part.shard[number].path, **reject}) + "\n").encode())
         pairs.insert(0, (work.whole / PART_REJECTS, Path(options.rejects).absolute()))
-    older = [Path(prefix + suffix).absolute() for prefix in options.prefixes for suffix in (".idx", ".json")]
+    older = [Path(prefix + suffix).absolute() for prefix in options.prefixes for suffix in (".idx", ".json", MASK)]
     older.append(Path(options.rejects).absolute())
     work.publish(pairs, older)
 
@@ -388,6 +406,7 @@ def _in_order(parts: list[FinishedPart], key: int, num_pieces: int, itemsize: in
                     piece["num_documents"],
                     partial(_numbers, f"{name}.lengths", piece["num_tokens"]),
                     partial(_numbers, f"{name}.counts", piece["num_sequences"]),
+                    piece["mask"] and (Path(f"{name}{MASK}"), piece["mask"]),
                 )
             )
             before += part.facts["documents"]
@@ -527,7 +546,7 @@ _IGNORED = {
 }
 _INTERRUPTED = "interrupted; the parts that are finished are kept, and the same command goes on with them"
 _ANSWERED = frozenset(
-    """--chat-template --legacy-tokenizer --null-tokenizer-eod-id --null-tokenizer-pad-id --tokenizer-hf-no-use-fast
+    """--legacy-tokenizer --null-tokenizer-eod-id --null-tokenizer-pad-id --tokenizer-hf-no-use-fast
     --tokenizer-hf-no-include-special-tokens --tokenizer-hf-use-fast --tokenizer-metadata --tokenizer-special-tokens
     --trust-remote-code --use-gigatoken --vocab-extra-ids""".split()
 )
@@ -574,6 +593,22 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--max-bad-lines", type=float, help="with skip: the share of bad lines, from 0 to 1, beyond which it stops")
     add("--overwrite", action="store_true", help="replace files that exist, and drop parts of another command")
+    add = p.add_argument_group("conversations, under the key messages or conversations").add_argument
+    add(
+        "--chat-template",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="render conversations by this file in Jinja, or without FILE by the tokenizer's template, and write which "
+        "tokens are trained beside them",
+    )
+    add(
+        "--train-on",
+        choices=TRAIN_ON,
+        help="turns to train: the assistant's, its last, or all (default: assistant)",
+    )
+    add("--seq-length", type=int, help="a longer conversation is a bad line, for its answer would be cut off")
+    add("--show", type=int, metavar="N", help="print the first N conversations, trained tokens marked; write nothing")
     tokenizer = p.add_argument_group("tokenizer")
     add_flags(tokenizer, TOKENIZER_FIELDS)
     add = tokenizer.add_argument
@@ -622,5 +657,11 @@ def _main(argv: list[str]) -> int:
     for text in found.notes:
         note(f"{NAME}: {text}")
     flags: dict[str, Any] = vars(p.parse_args(kept + found.argv))
-    preprocess(PreprocessOptions(**{**flags, "input": tuple(flags["input"]), "json_keys": tuple(flags["json_keys"])}))
+    count = flags.pop("show")
+    options = PreprocessOptions(**{**flags, "input": tuple(flags["input"]), "json_keys": tuple(flags["json_keys"])})
+    if count is None:
+        preprocess(options)
+    else:
+        _check_options(options)
+        show_conversations(with_chat(options), count)
     return DONE

@@ -101,7 +101,7 @@ def test_a_dataset_that_changed_after_it_was_written_is_refused(three, tmp_path,
 
 
 def test_a_full_disk_is_refused_before_the_copy(three, tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_moe_tools.prepare.output.free_bytes", lambda folder: 10)
+    monkeypatch.setattr("megatron_moe_tools.prepare.dataset_files.free_bytes", lambda folder: 10)
     with pytest.raises(ConfigError, match="needs .* more, 10 bytes are free"):
         merge(three, f"{tmp_path}/merged")
 

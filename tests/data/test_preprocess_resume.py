@@ -259,7 +259,7 @@ def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path, clean_sources
 
 def test_a_full_disk_is_named_and_parts_are_kept(tmp_path, clean_sources, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_moe_tools.prepare.output.free_bytes", lambda folder: 10)
+        patch.setattr("megatron_moe_tools.prepare.dataset_files.free_bytes", lambda folder: 10)
         with pytest.raises(ConfigError, match="needs .* more, 10 bytes are free"):
             run(clean_sources, tmp_path / "out")
     assert finished(tmp_path / ".out.parts" / "parts")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from tests.data.test_chat import CHATML
 from tests.docs import guides
 from tests.helpers.ranks import RankParent
 from tests.helpers.rows import rows
@@ -30,7 +31,27 @@ def imported(folder: Path) -> None:
     published("deepseek-v2", 6, folder, torch.bfloat16)
 
 
-INPUTS = {"corpus.jsonl": corpus, "models/DeepSeek-V2-Lite": imported, "models/theirs": imported}
+def chats(path: Path) -> None:
+    """Forty questions, each with an answer; the last one has none."""
+    asked = [[{"role": "user", "content": f"What is {i} + 1?"}] for i in range(41)]
+    for i, messages in enumerate(asked[:40]):
+        messages.append({"role": "assistant", "content": f"It is {i + 1}."})
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in asked))
+
+
+def with_template(folder: Path) -> None:
+    """A small model of Qwen3's architecture that takes conversations."""
+    published("qwen3-moe", 6, folder, torch.bfloat16)
+    (folder / "chat_template.jinja").write_text(CHATML)
+
+
+INPUTS = {
+    "chats.jsonl": chats,
+    "models/Qwen3-30B-A3B": with_template,
+    "corpus.jsonl": corpus,
+    "models/DeepSeek-V2-Lite": imported,
+    "models/theirs": imported,
+}
 
 
 @pytest.mark.parametrize("name", rows(GUIDES, test=["first_run", "in_docker", "slurm"]))

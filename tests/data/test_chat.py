@@ -1,0 +1,289 @@
+"""Conversations: masks are those of transformers by markers in the template, and what cannot be right is named."""
+
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import yaml
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import build
+from megatron_moe.data.checks import check_data
+from megatron_moe.data.datasets import build_datasets
+from megatron_moe.data.index_file import MASK, SUFFIXES
+from megatron_moe.data.tokenizers import HuggingFaceTokenizer
+from megatron_moe.training.callback import Callback
+from megatron_moe_tools.convert.cli import main as convert
+from megatron_moe_tools.prepare.chat import ChatEncoder, chat_format, conversation_of, marked
+from megatron_moe_tools.prepare.inputs import BadRecord
+from megatron_moe_tools.prepare.preprocess import PreprocessOptions, main, preprocess
+from tests.data.prepared import byte_level_bpe, dataset_bytes
+from tests.helpers.rows import rows
+from tests.helpers.tiny_tokenizers import published
+
+TEMPLATES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("chat_templates.yaml").read_text())
+MARKERS = re.compile(r"\{%-? (?:end)?generation %\}")
+WORDS = "the a model token naïve  \n\n- 1. <b> {x} [INST] 数学 \U0001f680 it's user assistant end".split(" ")
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def tokenizer_of(folder: Path, name: str) -> HuggingFaceTokenizer:
+    special = TEMPLATES[name]["special"]
+    model = byte_level_bpe(["the model answers the user's question about tokens"] * 4)
+    model.add_special_tokens(special)
+    folder.mkdir(exist_ok=True)
+    model.save(str(folder / "tokenizer.json"))
+    roles = {"bos_token": special[0], "eos_token": special[-1]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(roles))
+    (folder / "chat_template.jinja").write_text(MARKERS.sub("", TEMPLATES[name]["template"]))
+    return HuggingFaceTokenizer(folder)
+
+
+def text(random_: random.Random) -> str:
+    return " ".join(random_.choices(WORDS, k=random_.randint(1, 12))).strip() or "x"
+
+
+def conversation(seed: int, plain: bool) -> dict[str, Any]:
+    """Some turns, perhaps a system message, tools with a call and its result, and no answer at the end."""
+    draw = random.Random(seed)
+    messages = [{"role": "system", "content": text(draw)}] if draw.random() < 0.4 else []
+    record: dict[str, Any] = {"messages": messages}
+    if not plain and draw.random() < 0.4:
+        record["tools"] = [TOOL]
+    for _ in range(draw.randint(1, 4)):
+        messages.append({"role": "user", "content": text(draw)})
+        if "tools" in record and draw.random() < 0.5:
+            call = {"type": "function", "function": {"name": "add", "arguments": {"a": draw.randint(0, 9), "b": "é"}}}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            messages.append({"role": "tool", "content": text(draw)})
+        messages.append({"role": "assistant", "content": text(draw)})
+    if draw.random() < 0.2:
+        messages.append({"role": "user", "content": text(draw)})
+    return record
+
+
+def marked_characters(name: str, tokenizer: HuggingFaceTokenizer, record: dict[str, Any]) -> tuple[str, numpy.ndarray]:
+    """The text, and for each character whether it is between markers, as transformers finds them."""
+    (rendered,), (turns,) = render_jinja_template(
+        conversations=[record["messages"]],
+        tools=record.get("tools"),
+        chat_template=TEMPLATES[name]["template"],
+        return_assistant_tokens_mask=True,
+        **tokenizer.roles,
+    )
+    trained = numpy.zeros(len(rendered), dtype=bool)
+    for begin, end in turns:
+        trained[begin:end] = True
+    return rendered, trained
+
+
+FEW = [("gpt-oss", 20), ("qwen-3", 20)]
+COUNTS = [*((name, 200) for name in TEMPLATES), *FEW]
+
+
+@pytest.mark.parametrize(("name", "count"), rows(COUNTS, test=FEW))
+def test_trained_tokens_are_those_between_markers(name, count, tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "folder", name)
+    everything = chat_format("", tokenizer, str(tmp_path / "folder"), "assistant", None)
+    last = chat_format("", tokenizer, str(tmp_path / "folder"), "last", None)
+    seen = 0
+    for seed in range(count):
+        record = conversation(seed, TEMPLATES[name].get("plain", False))
+        whole, trained = marked_characters(name, tokenizer, record)
+        answers = [message["role"] for message in record["messages"]].count("assistant")
+        for chat in (everything, last):
+            encode = ChatEncoder(tokenizer, chat, eod=False)
+            if chat is last:  # the last run of trained characters
+                ends = numpy.flatnonzero(numpy.diff(trained, append=False) & trained)
+                begins = numpy.flatnonzero(numpy.diff(trained, prepend=False) & trained)
+                trained = trained & (numpy.arange(len(whole)) >= begins[-1])
+                assert len(ends) == answers
+            try:
+                found = encode(conversation_of(record, "messages", record))
+            except BadRecord as bad:
+                # It leaves out the thinking, here an empty one, of turns that others follow.
+                followed = (answers > 1 and chat is everything) or record["messages"][-1]["role"] == "user"
+                assert TEMPLATES[name].get("thinks") and followed and bad.reason == "not prefix-stable"
+                continue
+            seen += 1
+            assert found.text == whole
+            wanted = [bool(trained[begin]) if begin < len(trained) else False for begin, _ in found.spans]
+            assert found.mask == wanted, marked(found, longest=None)
+    assert seen >= count
+
+
+def ask(answer: dict[str, Any], *more: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "Why?"}, {"role": "assistant", **answer}, *more]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # reason: template, record, options of the format
+    "empty mask": ("phi", {"messages": ask({})[:1]}, {}),
+    "full mask": ("bare", {"messages": ask({"content": "So."})[1:]}, {}),
+    "unknown role": ("phi", {"messages": [{"role": "bot", "content": "So."}]}, {}),
+    "no content": ("phi", {"messages": ask({"content": None})}, {}),
+    "no conversation": ("phi", {"messages": []}, {}),
+    "missing key": ("phi", {"text": "Why?"}, {}),
+    "not text alone": ("phi", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}),
+    "refused by the template": ("mixtral", {"messages": ask({"content": "So."}, {"role": "tool", "content": "x"})}, {}),
+    "dropped thinking": ("phi", {"messages": ask({"content": "So.", "reasoning_content": "Hm."})}, {}),
+    "dropped answer": ("cut", {"messages": ask({"content": "Because of it."})}, {}),
+    "dropped message": (
+        "deepseek-v3",
+        {"messages": [{"role": "developer", "content": "Be."}, *ask({"content": "x"})]},
+        {},
+    ),
+    "dropped tools": ("phi", {"messages": ask({"content": "So."}), "tools": [TOOL]}, {}),
+    "longer than a sequence": ("phi", {"messages": ask({"content": "So." * 30})}, {"longest": 20}),
+    "not prefix-stable": (
+        "qwen-3",
+        {"messages": ask({"content": "So."}, *ask({"content": "x"}))},
+        {},
+    ),
+}
+TEMPLATES["bare"] = {"special": ["<s>"], "template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
+TEMPLATES["cut"] = {
+    "special": ["<s>"],
+    "template": "{% for m in messages %}{{ m.role + m.content[:7] }}{% endfor %}",
+}
+
+
+RECORDS = [conversation(seed, plain=True) for seed in range(60)]
+SHORT = [record for record in RECORDS if len(str(record)) < 400][:12]
+LAYOUTS = [(1, {}), (2, {"context_parallel_size": 2}), (2, {"pipeline_model_parallel_size": 2})]
+PACKED = {"packing": "best-fit", "reset_attention_mask": True}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> tuple[Path, HuggingFaceTokenizer, list[str]]:
+    """Conversations in a file, and what prepares them but the prefix."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = tokenizer_of(folder / "tokenizer", "gpt-oss")
+    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    chosen = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer")]
+    return folder, tokenizer, ["--input", str(folder / "chats.jsonl"), *chosen, "--chat-template"]
+
+
+def test_packed_samples_have_a_loss_on_trained_tokens_alone(prepared, shards_of):
+    folder, tokenizer, flags = prepared
+    assert main([*flags, "--output-prefix", str(folder / "one"), "--workers", "1"]) == 0
+    shards_of(2000)
+    assert main([*flags, "--output-prefix", str(folder / "two"), "--workers", "2"]) == 0
+    prefix = str(folder / "one_messages_document")
+    assert dataset_bytes(prefix, *SUFFIXES) == dataset_bytes(folder / "two_messages_document", *SUFFIXES)
+    chat = chat_format("", tokenizer, str(folder / "tokenizer"), "assistant", None)
+    wanted = [
+        ChatEncoder(tokenizer, chat, eod=False)(conversation_of(record, "messages", record)) for record in RECORDS
+    ]
+    run = build({"data_path": (prefix,), "split": "1,0,0", "seq_length": 512, "eval_iters": 0, **PACKED})
+    assert len(check_data(run, tokenizer)) == 1
+    samples, _, _ = build_datasets(run, tokenizer, 1, 0, 0)
+    found = Counter(
+        (tuple(sample["tokens"][inside].tolist()), tuple(sample["loss_mask"][inside].tolist()))
+        for sample in map(samples.__getitem__, range(len(samples)))
+        for first in sample["documents"].unique().tolist()
+        if first >= 0
+        for inside in [sample["documents"] == first]
+    )
+    assert found == Counter((tuple(one.ids[:-1]), tuple(map(float, one.mask[1:]))) for one in wanted)
+
+
+def test_a_conversation_is_shown_with_what_is_trained_between_brackets(prepared, capsys):
+    _, _, flags = prepared
+    assert main([*flags, "--output-prefix", "unused", "--show", "2", "--train-on", "last"]) == 0
+    first, second, _ = re.split(r"^conversation \d: .*\n", capsys.readouterr().out, flags=re.M)[1:] + [""]
+    for shown, record in zip((first, second), RECORDS):
+        (answer,) = re.findall("\u27e6(.*?)\u27e7", shown, flags=re.S)
+        last = [message["content"] for message in record["messages"] if message["role"] == "assistant"][-1]
+        assert last in answer and answer.endswith(("<|return|>", "<|end|>"))
+
+
+CHATML = """{% for one in messages %}{{ '<|bos|>' + one.role + ': ' + one.content + '<|end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|bos|>assistant: ' }}{% endif %}"""
+
+
+def first_loss(folder: str, flags: dict[str, Any]) -> float:
+    """The loss of the first step of a run that starts from a Hugging Face folder."""
+    from megatron_moe.hf.config import filled_in
+    from megatron_moe.training.run import pretrain
+
+    records: list[Any] = []
+    pretrain(build(filled_in({"load_hf": folder, **flags})), callbacks=[Noting(records)])
+    return records[0]
+
+
+class Noting(Callback):
+    def __init__(self, losses: list[float]) -> None:
+        self.losses = losses
+
+    def after_step(self, step: Any, result: Any) -> None:
+        self.losses.append(result.loss)
+
+
+@pytest.mark.parametrize(("ranks", "layout"), rows(list(LAYOUTS), test=list(LAYOUTS)[:1]))
+def test_the_loss_on_trained_tokens_is_transformers_own(gloo, ranks, layout, tmp_path):
+    model, folder = published("qwen3-moe", 3, tmp_path / "model"), str(tmp_path / "model")
+    template, source = tmp_path / "chat.jinja", tmp_path / "chats.jsonl"
+    template.write_text(CHATML)  # not the one of the folder
+    source.write_text("".join(json.dumps(record) + "\n" for record in SHORT))
+    chosen = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": folder}
+    options = PreprocessOptions((str(source),), str(tmp_path / "chat"), chat_template=str(template), **chosen)
+    (prefix,), tokenizer = preprocess(options, show_progress=False), HuggingFaceTokenizer(folder)
+    fields = {"data_path": (prefix,), "split": "1,0,0", "seq_length": 512, "eval_iters": 0, **PACKED}
+    samples, _, _ = build_datasets(build(fields), tokenizer, 1, 0, 0)
+    fields |= {"train_iters": 1, "global_batch_size": len(samples), "micro_batch_size": 1, "lr": 1e-30, **chosen}
+    fields |= {"calculate_per_token_loss": True, "reset_position_ids": True, "save": str(tmp_path / "steps")}
+    losses = gloo.run(ranks, first_loss, folder=folder, flags={**fields, **layout})
+    total = count = 0.0
+    encode = ChatEncoder(tokenizer, chat_format(str(template), tokenizer, folder, "assistant", None), eod=False)
+    for record in SHORT:
+        found = encode(conversation_of(record, "messages", record))
+        ids, mask = torch.tensor([found.ids]), torch.tensor(found.mask[1:], dtype=torch.bool)
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits[mask], ids[0, 1:][mask], reduction="sum"))
+        count += int(mask.sum())
+    assert losses[-1] == pytest.approx(total / count, rel=1e-5)
+    exporting = ["--from", "native", "--to", "hf", "--load", fields["save"], "--save", str(tmp_path / "exported")]
+    assert convert(exporting) == 0
+    assert (tmp_path / "exported" / "chat_template.jinja").read_text() == CHATML
+
+
+CHANGED = {
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes for"),
+    "gone": (Path.unlink, "is missing"),
+    "other bytes": (lambda path: path.write_bytes(bytes(len(path.read_bytes()))), "SHA-256"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_mask_that_is_not_the_datas_is_refused(prepared, change, tmp_path):
+    _, tokenizer, flags = prepared
+    assert main([*flags, "--output-prefix", str(tmp_path / "chat"), "--workers", "1"]) == 0
+    prefix, (damage, message) = tmp_path / "chat_messages_document", CHANGED[change]
+    fields = {"data_path": (str(prefix),), "seq_length": 512}
+    with pytest.raises(ConfigError, match="--packing best-fit"):
+        check_data(build(fields), tokenizer)
+    packed = {**fields, **PACKED}
+    with pytest.raises(ConfigError, match=r"longer than --seq-length 64"):
+        check_data(build({**packed, "seq_length": 64}), tokenizer)
+    damage(prefix.with_suffix(MASK))
+    with pytest.raises(ConfigError, match=message):
+        check_data(build(packed), tokenizer)
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_trained_right_is_named(reason, tmp_path):
+    name, record, options = REFUSED[reason]
+    tokenizer = tokenizer_of(tmp_path, name)
+    chat = chat_format("", tokenizer, str(tmp_path), **{"train_on": "assistant", "longest": None, **options})
+    with pytest.raises(BadRecord) as refused:
+        ChatEncoder(tokenizer, chat, eod=False)(conversation_of(record, "messages", record))
+    assert refused.value.reason == reason
