@@ -268,10 +268,13 @@ def hex_of(low: float, high: float) -> str | None:
     return None if (low, high) == NOTHING else f"{int(high) % (1 << 32):08x}{int(low) % (1 << 32):08x}"
 
 
-def attended_pairs(documents: Tensor) -> int:
-    """Return the number of pairs of a query and a key it sees. documents: int64 [B, S], on the CPU; -1: padding."""
-    ends = torch.arange(1, documents.shape[-1] + 1)
-    return int((ends - documents)[documents >= 0].sum())
+def pairs_and_padding(documents: Tensor) -> tuple[int, int]:
+    """Return the number of pairs of a query and a key it sees, and of positions that are padding.
+
+    documents: int64 [B, S], on the CPU; -1: padding.
+    """
+    ends, inside = torch.arange(1, documents.shape[-1] + 1), documents >= 0
+    return int((ends - documents)[inside].sum()), int((~inside).sum())
 
 
 class BatchIterator:
@@ -304,7 +307,7 @@ class BatchIterator:
         self._receive = receive
         self._samples_per_round = samples_per_round
         self._hashed_from, self._hashed_keys = hashed_from, hashed_keys
-        self._words, self._pairs = NOTHING, 0
+        self._words, self._pairs, self._padding = NOTHING, 0, 0
         self.consumed_samples = consumed_samples
         self.observer: Callable[[Batch], None] | None = None
 
@@ -321,7 +324,8 @@ class BatchIterator:
                 words = (sample_words(first + row, samples[:, row]) for row in range(samples.shape[1]))
                 self._words = added((self._words, *words))
                 if self._hashed_keys > len(KEYS):
-                    self._pairs += attended_pairs(packed[len(KEYS)])
+                    pairs, padding = pairs_and_padding(packed[len(KEYS)])
+                    self._pairs, self._padding = self._pairs + pairs, self._padding + padding
             batch = self._receive(packed)
         self.consumed_samples += self._samples_per_round
         if self.observer is not None:
@@ -333,10 +337,11 @@ class BatchIterator:
         words, self._words = self._words, NOTHING
         return words
 
-    def take_attended_pairs(self) -> int:
-        """Return this rank's share of the `attended_pairs` of what was read since the last call; 0 if not apart."""
-        pairs, self._pairs = self._pairs, 0
-        return pairs
+    def take_pairs_and_padding(self) -> tuple[int, int]:
+        """Return this rank's share of `pairs_and_padding` of what was read since the last call; zeros if not apart."""
+        found = self._pairs, self._padding
+        self._pairs = self._padding = 0
+        return found
 
 
 def batch_iterators(

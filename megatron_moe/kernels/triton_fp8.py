@@ -35,7 +35,7 @@ Cut = tuple[Tensor, Tensor]
 
 
 @triton.jit
-def _scale_of(magnitudes, largest, smallest):
+def scale_of(magnitudes, largest, smallest):
     return tl.maximum(tl.div_rn(magnitudes.to(tl.float32, bitcast=True), largest), smallest, propagate_nan=_NAN)
 
 
@@ -43,13 +43,13 @@ _NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _magnitudes(values):
+def magnitudes_of(values):
     """Return bits that are ordered as the magnitudes are, a NaN above all others."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def _tile_of(offsets, tile, experts, EXPERTS: tl.constexpr):
+def tile_of(offsets, tile, experts, EXPERTS: tl.constexpr):
     """Return the expert of a tile of rows, the tile's first row, and the expert's end: 0 for a tile beyond the last."""
     expert = tl.arange(0, EXPERTS)
     ends = tl.load(offsets + expert, mask=expert < experts, other=0)
@@ -61,18 +61,36 @@ def _tile_of(offsets, tile, experts, EXPERTS: tl.constexpr):
     return mine, first + tile * _TILE, tl.sum(tl.where(expert == mine, ends, 0), axis=0)
 
 
+@triton.jit
+def read_rows(rows, row, column, stride, own):
+    """Return numbers in fp32, with zeros where they are not `own`."""
+    return tl.load(rows + row.to(tl.int64)[:, None] * stride + column[None, :], mask=own, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write_rows(exact, numbers, scales, row, end, block, blocks, height, largest, smallest):
+    """Cut one of the blocks of 128 columns into tiles of 1 x 128; rows are written up to `end`."""
+    scale = scale_of(tl.max(magnitudes_of(exact), axis=1), largest, smallest)
+    found = tl.div_rn(exact, tl.broadcast_to(scale[:, None], exact.shape)).to(numbers.dtype.element_ty)
+    place = row.to(tl.int64)[:, None] * (blocks * _TILE) + (block * _TILE + tl.arange(0, _TILE))[None, :]
+    tl.store(numbers + place, found, mask=(row < end)[:, None])
+    tl.store(scales + block.to(tl.int64) * height + row, scale, mask=row < end)
+
+
+@triton.jit
+def write_columns(exact, scale, turned, place, column, own, places):
+    """Write numbers over their column's scale, turned: columns that are `own`, and rows at a place among `places`."""
+    found = tl.div_rn(exact, tl.broadcast_to(scale[None, :], exact.shape)).to(turned.dtype.element_ty)
+    tl.store(turned + column.to(tl.int64)[None, :] * places + place[:, None], found, mask=own[None, :])
+
+
 @triton.jit(do_not_specialize=["height"])
 def _cut_rows(values, numbers, scales, height, width, parts, across, largest, smallest, ROWS: tl.constexpr):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(1) % across) * _TILE + tl.arange(0, _TILE)
-    place = row.to(tl.int64) * parts + tl.program_id(1) // across
-    own = (row < height)[:, None]
-    exact = tl.load(values + place[:, None] * width + column[None, :], mask=own & (column < width)[None, :], other=0.0)
-    exact = exact.to(tl.float32)
-    scale = _scale_of(tl.max(_magnitudes(exact), axis=1), largest, smallest)
-    found = tl.div_rn(exact, tl.broadcast_to(scale[:, None], exact.shape)).to(numbers.dtype.element_ty)
-    tl.store(numbers + place[:, None] * (across * _TILE) + column[None, :], found, mask=own)
-    tl.store(scales + tl.program_id(1).to(tl.int64) * height + row, scale, mask=row < height)
+    row, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    column = block % across * _TILE + tl.arange(0, _TILE)
+    place = (row.to(tl.int64) * parts + block // across)[:, None] * width + column[None, :]
+    exact = tl.load(values + place, mask=(row < height)[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
+    write_rows(exact, numbers, scales, row, height, block, parts * across, height, largest, smallest)
 
 
 @triton.jit
@@ -83,7 +101,7 @@ def _cut_blocks(
     row, column = high * _TILE + tl.arange(0, _TILE), wide * _TILE + tl.arange(0, _TILE)
     place = (matrix.to(tl.int64) * height + row)[:, None] * width + column[None, :]
     exact = tl.load(values + place, mask=(row < height)[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
-    scale = _scale_of(tl.max(tl.max(_magnitudes(exact), axis=1), axis=0), largest, smallest)
+    scale = scale_of(tl.max(tl.max(magnitudes_of(exact), axis=1), axis=0), largest, smallest)
     found = tl.div_rn(exact, tl.broadcast_to(scale, exact.shape)).to(numbers.dtype.element_ty)
     if TURNED:  # an expert's matrices, one below the other, with rows for columns
         block, deep = (matrix // parts).to(tl.int64) * across + wide, parts * down
@@ -100,39 +118,52 @@ def _cut_blocks(
 
 @triton.jit(do_not_specialize=["height"])
 def _cut_columns(
-    values, numbers, scales, turned, turned_scales, offsets, height, width, parts, across, experts, places,
-    largest, smallest, EXPERTS: tl.constexpr, ROWS: tl.constexpr
+    values, source, numbers, scales, turned, turned_scales, offsets, height, width, stride, parts, across, experts,
+    places, largest, smallest, EXPERTS: tl.constexpr, ROWS: tl.constexpr, GATHERED: tl.constexpr
 ):  # fmt: skip
     tile, block = tl.program_id(0), tl.program_id(1)
-    _, first, end = _tile_of(offsets, tile, experts, EXPERTS)
+    _, first, end = tile_of(offsets, tile, experts, EXPERTS)
     if first < end:
-        row, inside = first + tl.arange(0, _TILE), block % across * _TILE + tl.arange(0, _TILE)
-        column = block // across * width + inside
-        own_rows, own_columns = (row < end)[:, None], (inside < width)[None, :]
-        place = row.to(tl.int64)[:, None] * (parts * width) + column[None, :]
-        exact = tl.load(values + place, mask=own_rows & own_columns, other=0.0).to(tl.float32)
+        inside, depth = tl.arange(0, _TILE), parts * width
+        row, column = first + inside, block % across * _TILE + inside
+        own, column = column < width, block // across * width + column
+        place = row
+        if GATHERED:
+            place = tl.load(source + row, mask=row < end, other=0)
+        exact = read_rows(values, place, column, stride, (row < end)[:, None] & own[None, :])
         if ROWS:
-            scale = _scale_of(tl.max(_magnitudes(exact), axis=1), largest, smallest)
-            found = tl.div_rn(exact, tl.broadcast_to(scale[:, None], exact.shape)).to(numbers.dtype.element_ty)
-            place = (row.to(tl.int64) * parts + block // across)[:, None] * (across * _TILE) + inside[None, :]
-            tl.store(numbers + place, found, mask=own_rows)
-            tl.store(scales + block.to(tl.int64) * height + row, scale, mask=row < end)
-        scale = _scale_of(tl.max(_magnitudes(exact), axis=0), largest, smallest)
-        found = tl.div_rn(exact, tl.broadcast_to(scale[None, :], exact.shape)).to(turned.dtype.element_ty)
-        place = column.to(tl.int64)[None, :] * places + tile * _TILE + tl.arange(0, _TILE)[:, None]
-        tl.store(turned + place, found, mask=own_columns)
-        tl.store(turned_scales + tile.to(tl.int64) * (parts * width) + column, scale, mask=inside < width)
+            write_rows(exact, numbers, scales, row, end, block, parts * across, height, largest, smallest)
+        scale = scale_of(tl.max(magnitudes_of(exact), axis=0), largest, smallest)
+        tl.store(turned_scales + tile.to(tl.int64) * depth + column, scale, mask=own)
+        write_columns(exact, scale, turned, tile * _TILE + inside, column, own, places)
+
+
+@triton.jit(do_not_specialize=["height", "num_rows"])
+def _cut_copies(
+    values, weights, slots, numbers, scales, copy_weights, height, num_rows, width, stride, weight_stride, across,
+    largest, smallest, COPIES: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    row, block = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    column, here = block * _TILE + tl.arange(0, _TILE), row < height
+    exact = read_rows(values, row, column, stride, here[:, None] & (column < width)[None, :])
+    for copy in tl.static_range(COPIES):
+        choice = row.to(tl.int64) * COPIES + copy
+        slot = tl.load(slots + choice, mask=here, other=num_rows)
+        write_rows(exact, numbers, scales, slot, num_rows, block, across, num_rows, largest, smallest)
+        if block == 0:
+            weight = tl.load(weights + choice * weight_stride, mask=here)
+            tl.store(copy_weights + slot, weight, mask=slot < num_rows)
 
 
 def _interpreted(numbers: Tensor) -> bool:
     return not isinstance(_multiply, triton.JITFunction) and not numbers.is_meta
 
 
-def _room(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def room_for(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return like.new_empty(shape, dtype=torch.float32 if _interpreted(like) else dtype)
 
 
-def _limits(dtype: torch.dtype) -> tuple[float, float]:
+def limits_of(dtype: torch.dtype) -> tuple[float, float]:
     return torch.finfo(dtype).max, torch.finfo(torch.float32).tiny
 
 
@@ -153,9 +184,9 @@ def cut_rows(values: Tensor, dtype: torch.dtype) -> Cut:
     """Return numbers [R, P, N'] and scales [P x N' / 128, R] of values [R, P, N], in tiles of 1 x 128."""
     height, parts, width = values.shape
     across = blocks_of(width, TILE)
-    numbers = _room(values, (height, parts, across * TILE), dtype)
+    numbers = room_for(values, (height, parts, across * TILE), dtype)
     scales = values.new_empty((parts * across, height), dtype=torch.float32)
-    sizes = (height, width, parts, across, *_limits(dtype))
+    sizes = (height, width, parts, across, *limits_of(dtype))
     grid = (blocks_of(height, 32), parts * across)
     launch(_cut_rows, grid, values.contiguous(), numbers, scales, *sizes, ROWS=32, num_warps=4)
     return numbers.to(dtype), scales
@@ -169,9 +200,9 @@ def cut_matrices(values: Tensor, turned: bool = False) -> Cut:
     experts, parts, height, width = values.shape
     down, across = blocks_of(height, TILE), blocks_of(width, TILE)
     blocks = (experts, across, parts * down) if turned else (experts, parts, down, across)
-    numbers = _room(values, (*blocks[:-2], blocks[-2] * TILE, blocks[-1] * TILE), torch.float8_e4m3fn)
+    numbers = room_for(values, (*blocks[:-2], blocks[-2] * TILE, blocks[-1] * TILE), torch.float8_e4m3fn)
     scales = values.new_empty(blocks, dtype=torch.float32)
-    sizes = (parts, height, width, down, across, *_limits(torch.float8_e4m3fn))
+    sizes = (parts, height, width, down, across, *limits_of(torch.float8_e4m3fn))
     operands = (values.contiguous(), numbers, scales)
     launch(_cut_blocks, (down * across, experts * parts), *operands, *sizes, TURNED=turned, num_warps=8)
     return numbers.to(torch.float8_e4m3fn), scales
@@ -182,27 +213,53 @@ def tiles_of_rows(num_rows: int, experts: int) -> int:
     return num_rows // TILE + experts
 
 
-def cut_columns(values: Tensor, offsets: Tensor, dtype: torch.dtype, with_rows: bool = False) -> list[Cut]:
+def cut_columns(
+    values: Tensor, offsets: Tensor, dtype: torch.dtype, with_rows: bool = False, source: Tensor | None = None
+) -> list[Cut]:
     """Return numbers and scales of values [R, P, N] in tiles of 128 rows of one expert.
+
+    Args:
+        source: [R], the rows among values [T, P, N] that are cut.
 
     Returns:
         numbers [P x N, places] and scales [places / 128, P x N], each expert's rows from a whole tile on; `with_rows`:
         also what `cut_rows` returns, from values that are read once.
     """
-    (height, parts, width), experts = values.shape, offsets.shape[0]
+    (_, parts, width), experts = values.shape, offsets.shape[0]
+    height = values.shape[0] if source is None else source.shape[0]
     across, tiles = blocks_of(width, TILE), tiles_of_rows(height, experts)
-    turned = _room(values, (parts * width, tiles * TILE), dtype)
+    turned = room_for(values, (parts * width, tiles * TILE), dtype)
     turned_scales = values.new_empty((tiles, parts * width), dtype=torch.float32)
     numbers, scales = turned, turned_scales
     if with_rows:
-        numbers = _room(values, (height, parts, across * TILE), dtype)
+        numbers = room_for(values, (height, parts, across * TILE), dtype)
         scales = values.new_empty((parts * across, height), dtype=torch.float32)
-    operands = (values.contiguous(), numbers, scales, turned, turned_scales, offsets)
-    sizes = (height, width, parts, across, experts, tiles * TILE, *_limits(dtype))
-    constants = {"EXPERTS": power_of_2(experts), "ROWS": with_rows, "num_warps": 16}
+    values = values if values.stride()[1:] == (width, 1) else values.contiguous()
+    operands = (values, offsets if source is None else source, numbers, scales, turned, turned_scales, offsets)
+    sizes = (height, width, values.stride(0), parts, across, experts, tiles * TILE, *limits_of(dtype))
+    constants = {"EXPERTS": power_of_2(experts), "ROWS": with_rows, "GATHERED": source is not None, "num_warps": 16}
     launch(_cut_columns, (tiles, parts * across), *operands, *sizes, **constants)
     columns = turned.to(dtype), turned_scales
     return [columns, (numbers.to(dtype), scales)] if with_rows else [columns]
+
+
+def cut_copies(values: Tensor, weights: Tensor, slots: Tensor, num_rows: int) -> tuple[Cut, Tensor]:
+    """Return copies of rows, as `cut_rows` cuts them to e4m3, and of their weights.
+
+    Args:
+        values: [T, N]; rows may be apart. weights: [T x C].
+        slots: [T, C], where each copy is among `num_rows`; `num_rows` for one that is not.
+    """
+    (height, width), dtype = values.shape, torch.float8_e4m3fn
+    across = blocks_of(width, TILE)
+    numbers = room_for(values, (num_rows, 1, across * TILE), dtype)
+    scales = values.new_empty((across, num_rows), dtype=torch.float32)
+    values, copy_weights = values if values.stride(1) == 1 else values.contiguous(), weights.new_empty(num_rows)
+    sizes = (height, num_rows, width, values.stride(0), weights.stride(0), across, *limits_of(dtype))
+    operands = (values, weights, slots, numbers, scales, copy_weights)
+    constants = {"COPIES": slots.shape[1], "ROWS": 32, "num_warps": 4}
+    launch(_cut_copies, (blocks_of(height, 32), across), *operands, *sizes, **constants)
+    return (numbers.to(dtype), scales), copy_weights
 
 
 # ---- Products of groups of rows.
@@ -244,7 +301,7 @@ def _multiply(
     of_tile: tl.constexpr = _TILE // WIDE
     units: tl.constexpr = PARTS * ((WIDTH + _TILE - 1) // _TILE) * of_tile
     high, pair = _place_in_band(down, (units + 1) // 2, BAND)
-    expert, first, end = _tile_of(offsets, high, experts, EXPERTS)
+    expert, first, end = tile_of(offsets, high, experts, EXPERTS)
     if first < end:
         row = first + tl.arange(0, _TILE)
         unit, then = 2 * pair, min(2 * pair + 1, units - 1)  # the last pair may be a single one

@@ -42,7 +42,7 @@ from megatron_moe.moe.rows import (
     sort_by_expert,
     sum_copies,
 )
-from megatron_moe.parallel.collectives import all_gather_rows, reduce_scatter_rows
+from megatron_moe.parallel.collectives import all_gather_rows, reduce_scatter_rows, weights_behind
 from megatron_moe.platform.hardware import HostCopy
 
 
@@ -53,12 +53,15 @@ class ExpertInput:
     rows: [R, H], grouped by local expert. probs: [R] fp32. offsets: [e] int32, the end of each expert's rows.
     host_offsets: returns the offsets in the host's memory, where what they are made of is there anyway, for a backend
         that reads them; None elsewhere.
+    copies: for experts that copy rows (`LocalExperts.copies_rows`), the step that rows and probs are the input of. The
+        results of each row's copies are then added up. None: rows are copied.
     """
 
     rows: Tensor
     probs: Tensor
     offsets: Tensor
     host_offsets: Callable[[], Tensor] | None = None
+    copies: WeightedCopies | Unpacked | None = None
 
 
 class Dispatcher(ABC):
@@ -161,6 +164,20 @@ def arrange_by_expert(
             `num_experts`, which sorts last, and are cut off.
         fixed_rows: see `Dispatcher`; the others are then not cut off.
     """
+    given, plan = _to_arrange(hidden, probs, expert_ids, num_experts, rows_here, fixed_rows)
+    rows, row_probs = CopyRows.apply(given.copies, hidden, probs)
+    return ExpertInput(rows, row_probs, given.offsets), plan
+
+
+def _to_arrange(
+    hidden: Tensor,
+    probs: Tensor,
+    expert_ids: Tensor,
+    num_experts: int,
+    rows_here: Callable[[Tensor], int] | None,
+    fixed_rows: bool = False,
+) -> tuple[ExpertInput, SortPlan]:
+    """Return what `arrange_by_expert` copies, with the step that does."""
     partial = rows_here is not None
     order, source, inverse, ends = sort_by_expert(expert_ids, num_experts, partial)
     if rows_here is not None and fixed_rows:
@@ -168,20 +185,31 @@ def arrange_by_expert(
     elif rows_here is not None:
         order, source, inverse = first_rows(order, source, inverse, rows_here(ends))
     plan = SortPlan(order, source, inverse.view(expert_ids.shape))
-    rows, row_probs = CopyRows.apply(WeightedCopies(plan, partial, hidden.shape[1], probs.shape), hidden, probs)
-    return ExpertInput(rows, row_probs, ends), plan
+    copies = WeightedCopies(plan, partial, hidden.shape[1], probs.shape)
+    return ExpertInput(hidden, probs, ends, copies=copies), plan
 
 
 class LocalDispatcher(Dispatcher):
     """A dispatcher for a rank that has all experts, which sorts and does not communicate."""
 
+    arrange = staticmethod(arrange_by_expert)
+
     def dispatch(self, hidden: Tensor, decision: RoutingDecision) -> tuple[ExpertInput, SortPlan]:
         rows_here = self.rows_here if self.drops else None
         ids = self.destinations(decision)
-        return arrange_by_expert(hidden, decision.probs, ids, self.num_experts, rows_here, self.fixed_rows)
+        return self.arrange(hidden, decision.probs, ids, self.num_experts, rows_here, self.fixed_rows)
 
     def combine(self, rows: Tensor, plan: SortPlan) -> Tensor:
         return sum_copies(rows, plan.source, plan.slots, partial=self.drops)
+
+
+class LocalWithoutCopies(LocalDispatcher):
+    """The same for experts that copy rows."""
+
+    arrange = staticmethod(_to_arrange)
+
+    def combine(self, rows: Tensor, plan: SortPlan) -> Tensor:
+        return rows
 
 
 class AllGatherDispatcher(Dispatcher):
@@ -332,11 +360,16 @@ class AllToAllDispatcher(PhasedDispatcher):
     def arrange(
         self, arrived: tuple[Tensor, ...], plan: RecvPlan, do: Do = in_graph
     ) -> tuple[ExpertInput, ExchangePlan]:
+        step, ends, back = self.unpacking(plan)
+        rows, row_weights = do(step, *arrived)
+        return ExpertInput(rows, row_weights, ends, plan.send_plan.ends_on_host), back
+
+    def unpacking(self, plan: RecvPlan) -> tuple[Unpacked, Tensor, ExchangePlan]:
+        """Return the step by which arrived rows are sorted by expert, the end of each one's, and the plan back."""
         send_plan = plan.send_plan
         order, inverse, ends = sort_arrived(send_plan.counts, sum(plan.recv_splits))
-        rows, row_weights = do(Unpacked(order, inverse, send_plan.hidden, send_plan.dtype), *arrived)
         back = ExchangePlan(send_plan.sent, plan.send_splits, plan.recv_splits, order, inverse)
-        return ExpertInput(rows, row_weights, ends, send_plan.ends_on_host), back
+        return Unpacked(order, inverse, send_plan.hidden, send_plan.dtype), ends, back
 
     def splits(self, copied: HostCopy) -> tuple[list[int], list[int]]:
         """Return the rows to and from each rank of the group; the host waits for their copy."""
@@ -351,6 +384,21 @@ class AllToAllDispatcher(PhasedDispatcher):
 
     def add_up(self, returned_rows: Tensor, plan: ExchangePlan, do: Do = in_graph) -> Tensor:
         return do(Sums(plan.sent.source, plan.sent.slots, self.drops), returned_rows)[0]
+
+
+class AllToAllWithoutCopies(AllToAllDispatcher):
+    """The same for experts that copy rows, which keep what has arrived: not for a schedule in steps, which frees it."""
+
+    def arrange(
+        self, arrived: tuple[Tensor, ...], plan: RecvPlan, do: Do = in_graph
+    ) -> tuple[ExpertInput, ExchangePlan]:
+        """Return packed rows in the order of arrival."""
+        step, ends, back = self.unpacking(plan)
+        weights = weights_behind(arrived[0].detach(), step.dtype)  # their gradient is packed with the rows'
+        return ExpertInput(arrived[0], weights, ends, copies=step), back
+
+    def collect(self, rows: Tensor, plan: ExchangePlan, do: Do = in_graph) -> Tensor:
+        return rows
 
 
 def _with_copies(order: Tensor, inverse: Tensor, rows_to_ep: list[int], etp: int) -> tuple[Tensor, Tensor]:
@@ -469,8 +517,17 @@ def build_dispatcher(
     return build(num_experts, groups, drops, **settings)
 
 
-def build_layer_dispatcher(options: MoEOptions, groups: MoEGroups) -> Dispatcher:
-    """Return the dispatcher of a layer with these options."""
+_WITHOUT_COPIES: dict[type, type[Dispatcher]] = {
+    LocalDispatcher: LocalWithoutCopies, AllToAllDispatcher: AllToAllWithoutCopies
+}  # fmt: skip
+"""Dispatchers that leave it to experts to copy rows; with others they get copies."""
+
+
+def build_layer_dispatcher(options: MoEOptions, groups: MoEGroups, experts_copy: bool = False) -> Dispatcher:
+    """Return the dispatcher of a layer with these options. experts_copy: see `LocalExperts.copies_rows`."""
     factor, settings = options.capacity_factor, options.dispatcher_settings
     inner = build_dispatcher(options.dispatcher, options.num_experts, groups, factor is not None, **settings)
-    return inner if factor is None or not options.pad_to_capacity else PaddedDispatcher(inner, groups, factor)
+    if factor is not None and options.pad_to_capacity:
+        return PaddedDispatcher(inner, groups, factor)
+    kind = _WITHOUT_COPIES.get(type(inner)) if experts_copy and not options.in_steps else None
+    return inner if kind is None else kind(inner.num_experts, groups, inner.drops)

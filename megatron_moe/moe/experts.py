@@ -18,7 +18,7 @@ from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.moe.dispatch import ExpertInput
 from megatron_moe.moe.grouped_gemm import DelayedWgrad, GroupedLinear, TorchProduct
-from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product
+from megatron_moe.moe.grouped_gemm_fp8 import Fp8Product, experts_by_triton
 from megatron_moe.moe.options import MoEGroups, MoEOptions
 from megatron_moe.parallel.groups import ranks_of_machine
 from megatron_moe.platform import host
@@ -105,6 +105,9 @@ Normal = Callable[[str, tuple[int, ...], float], Tensor]
 class LocalExperts(DeepcopyKeepsGroups, MegatronModule, ABC):
     """The experts that are on this rank, and their width: the base class of all backends.
 
+    Attributes:
+        copies_rows: whether the experts copy rows and add up results, where the dispatcher leaves it to them.
+
     Args:
         config: the engine's TransformerConfig.
         options: the layer's options.
@@ -113,6 +116,8 @@ class LocalExperts(DeepcopyKeepsGroups, MegatronModule, ABC):
     Raises:
         ValueError: the experts' width does not divide among the ETP ranks.
     """
+
+    copies_rows = False
 
     def __init__(self, config: EngineConfig, options: MoEOptions, groups: MoEGroups) -> None:
         super().__init__(config)
@@ -259,6 +264,30 @@ class GroupedExperts(LocalExperts):
             )
             for name, weight in (("weight1", self.weight1), ("weight2", self.weight2))
         }
+
+
+class GroupedExpertsFp8(GroupedExperts):
+    """Grouped experts that our kernels compute in FP8, as one node of the graph; see `experts_by_triton`.
+
+    Args:
+        config, options, groups: see `GroupedExperts`.
+        products: of gate and up projection, and of the down projection.
+    """
+
+    copies_rows = True
+
+    def __init__(
+        self, config: EngineConfig, options: MoEOptions, groups: MoEGroups, products: tuple[Fp8Product, Fp8Product]
+    ) -> None:
+        super().__init__(config, options, groups, products[1], gate_up_kernel=products[0])
+        self.products = products
+        self.activate_into = _keeping  # nothing is kept of it
+
+    def forward(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
+        """See `LocalExperts.forward`; of rows that are to be copied, the sums of what was made of each row's copies."""
+        given = expert_input
+        route = given.offsets, given.copies, self.products, self.activate_into
+        return experts_by_triton(given.rows, given.probs, self.weight1, self.weight2, *route)
 
 
 def _keeping(activation: Callable[..., Tensor], product: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:

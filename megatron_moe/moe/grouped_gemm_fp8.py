@@ -19,6 +19,7 @@ takes more time and memory than the product in bf16. The other two multiply the 
 multiply their sum by the scales: our Triton kernels (`kernels/triton_fp8.py`, on Hopper and Blackwell), and torch's
 scaled product (`torch.nn.functional.scaled_mm`, cuBLAS with these very tiles, on Hopper alone), which has no groups
 with such tiles: an expert's rows are a product of their own. Numbers and scales in FP8 are the same bits in all forms.
+By Triton, experts cut rows where they copy them, and the activation where they compute it (`_ExpertsByTriton`).
 Products differ as two orders of addition in fp32 do, as long as the tensor cores add in fp32: Hopper's add the 128
 products with fewer bits.
 
@@ -28,9 +29,10 @@ becomes zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +44,7 @@ from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.kernels.choice import has_kernel, takes_kernels, why_no_triton
 from megatron_moe.moe.grouped_gemm import TransformerEngineProduct, main_grad_of, no_gradient
+from megatron_moe.moe.rows import Unpacked, WeightedCopies, add_up_rows
 from megatron_moe.platform import env_vars, hardware
 from megatron_moe.platform.numerics import unaffected_by_autocast
 from megatron_moe.platform.protocols import AutogradContext
@@ -204,15 +207,18 @@ class _ByTriton:
     """The three products by our kernels, which read the offsets on the device. Arguments are those of `_Emulated`."""
 
     def __init__(self, offsets: Tensor, num_rows: int, weights: Tensor) -> None:
-        from megatron_moe.kernels import triton_fp8  # where there is Triton
+        from megatron_moe.kernels import triton_activation, triton_fp8  # where there is Triton
 
-        self.offsets, self.weights, self.kernels = offsets, weights, triton_fp8
+        self.offsets, self.weights, self.kernels, self.activation = offsets, weights, triton_fp8, triton_activation
         self._columns: tuple[Tensor, Any] | None = None
 
     def results(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """See `_Emulated.results`."""
-        cut = self.kernels.cut_rows(rows.unsqueeze(1), E4M3)
-        return self.kernels.multiply(cut, self._blocks(matrices), self.offsets, tuple(matrices.shape[1:3]), rows.dtype)
+        return self.results_of(self.kernels.cut_rows(rows.unsqueeze(1), E4M3), matrices, rows.dtype)
+
+    def results_of(self, cut: Any, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return y of rows that are cut, in a dtype."""
+        return self.kernels.multiply(cut, self._blocks(matrices), self.offsets, tuple(matrices.shape[1:3]), dtype)
 
     def grad_rows(self, grad: Tensor, matrices: Tensor, dtype: torch.dtype) -> Tensor:
         """See `_Emulated.grad_rows`."""
@@ -222,23 +228,38 @@ class _ByTriton:
             self._columns = grad, columns
         else:
             cut = self.kernels.cut_rows(rows, dtype)
+        return self.grad_rows_of(cut, matrices, grad.dtype)
+
+    def grad_rows_of(self, cut: Any, matrices: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return dx of gradients that are cut, in a dtype."""
         blocks = self._blocks(matrices, turned=True)
-        return self.kernels.multiply(cut, blocks, self.offsets, (1, matrices.shape[3]), grad.dtype)
+        return self.kernels.multiply(cut, blocks, self.offsets, (1, matrices.shape[3]), dtype)
 
     def grad_matrices(
         self, grad: Tensor, rows: Tensor, shape: torch.Size, dtype: torch.dtype, total: Tensor | None = None
     ) -> Tensor:
         """See `_Emulated.grad_matrices`."""
-        found = total
-        if found is None:
-            found = rows.new_empty((self.offsets.shape[0], grad.shape[1], rows.shape[1]))
         if self._columns is not None and self._columns[0] is grad:
             left = self._columns[1]
         else:
             (left,) = self.kernels.cut_columns(grad.unsqueeze(1), self.offsets, dtype)
         (right,) = self.kernels.cut_columns(rows.unsqueeze(1), self.offsets, E4M3)
+        return self.grad_matrices_of(left, right, shape, rows.dtype, total)
+
+    def grad_matrices_of(
+        self, left: Any, right: Any, shape: torch.Size, dtype: torch.dtype, total: Tensor | None
+    ) -> Tensor:
+        """Return dW of gradients and rows whose columns are cut, in a dtype; or add it to `total`."""
+        experts = self.offsets.shape[0], -1, shape[-1]
+        found = total if total is not None else self.weights.new_empty(shape, dtype=dtype).view(experts)
         self.kernels.multiply_columns(left, right, self.offsets, found, total is not None)
-        return found if total is not None else found.view(shape)
+        return found.view(shape)
+
+    def grad_weights(self, product: Fp8Product, left: Any, right: Any, weights: Tensor) -> Tensor:
+        """Return what is handed on as the gradient of the weights, which it may be added for to their sum."""
+        total = product.sum_of(self.weights)
+        found = self.grad_matrices_of(left, right, weights.shape, weights.dtype, total)
+        return found if total is None else no_gradient(weights)
 
     def _blocks(self, matrices: Tensor, turned: bool = False) -> tuple[Tensor, Tensor]:
         # A graph cuts what its weights will be when it runs.
@@ -411,9 +432,7 @@ class _GroupedFp8(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_rows = products.grad_rows(grad, product.matrices_of(weights), product.gradients)
         if ctx.needs_input_grad[1]:
-            total = main_grad_of(ctx.parameter) if product.fused else None
-            if total is not None:
-                total = total.view(offsets.shape[0], -1, total.shape[-1])
+            total = product.sum_of(ctx.parameter)
             grad_weights = products.grad_matrices(grad, rows, weights.shape, product.gradients, total)
             if total is not None:
                 grad_weights = no_gradient(weights)
@@ -452,12 +471,101 @@ class Fp8Product:
         stack = weights.unsqueeze(0) if weights.dim() == 2 else weights.flatten(1, -2)
         return stack.unflatten(1, (self.matrices, -1))
 
+    def sum_of(self, parameter: Tensor) -> Tensor | None:
+        """Return the fp32 sum of a weight's gradients that they are added to, [e, P x out, in], or None."""
+        total = main_grad_of(parameter) if self.fused else None
+        return None if total is None else self.matrices_of(total).flatten(1, 2)
+
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x weight^T of a linear layer, [..., in] and [out, in] -> [..., out], as one expert with all rows."""
         rows = x.flatten(0, -2)
         device = "cpu" if self.form == "scaled" else x.device
         offsets = torch.full((1,), rows.shape[0], dtype=torch.int32, device=device)
         return self(rows, weight, offsets).unflatten(0, x.shape[:-1])
+
+
+class _Given:
+    """What experts are given: rows in their order, or rows and a step that copies them, see `ExpertInput`."""
+
+    def __init__(self, rows: Tensor, probs: Tensor, copies: WeightedCopies | Unpacked | None) -> None:
+        self.copies, self.rows, self.probs, self.num_rows = copies, rows, probs, rows.shape[0]
+        self.source: Tensor | None = None
+        if copies is not None:
+            self.rows, self.probs, _, self.source, self.slots = copies.operands(rows, probs)
+            self.num_rows = self.source.shape[0]
+
+    def cut(self, kernels: Any) -> tuple[Any, Tensor]:
+        """Return tiles of the experts' rows, and the weight of each."""
+        if self.copies is None:
+            return kernels.cut_rows(self.rows.unsqueeze(1), E4M3), self.probs
+        return kernels.cut_copies(self.rows, self.probs, self.slots, self.num_rows)
+
+    def results(self, results: Tensor) -> Tensor:
+        """Return the results, those of each row's copies added up."""
+        if self.copies is None:
+            return results
+        return add_up_rows(results, None, self.slots, self.copies.partial, results.shape[1])[0]
+
+    def grads(self, grad_rows: Tensor, grad_probs: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of what was given: one that is packed has both."""
+        return (grad_rows, grad_probs) if self.copies is None else self.copies.backward(grad_rows, grad_probs)
+
+
+class _ExpertsByTriton(torch.autograd.Function):
+    """Experts whose rows, activation and gradients are cut where they are made, not written in the model's dtype first.
+
+    What rows are copied from is kept, and the first product's results. The activation's result is computed again.
+    """
+
+    @staticmethod
+    @unaffected_by_autocast
+    def forward(
+        ctx: AutogradContext,
+        rows: Tensor,
+        probs: Tensor,
+        weight1: Tensor,
+        weight2: Tensor,
+        offsets: Tensor,
+        copies: WeightedCopies | Unpacked | None,
+        products: tuple[Fp8Product, Fp8Product],
+        activate_into: Callable[..., Tensor],
+    ) -> Tensor:
+        gate_up, down = products
+        given = _Given(rows, probs, copies)
+        ctx.copies, ctx.products, ctx.parameters = copies, products, (weight1, weight2)
+        if given.num_rows == 0:  # no token chose an expert of this rank
+            ctx.save_for_backward(rows, probs, weight1, weight2, offsets, None, None)
+            return torch.zeros_like(given.rows)
+        first, second = (_ByTriton(offsets, given.num_rows, parameter) for parameter in ctx.parameters)
+        cut, row_probs = given.cut(first.kernels)
+        kept = first.results_of(cut, gate_up.matrices_of(weight1), rows.dtype)
+        ctx.save_for_backward(rows, probs, weight1, weight2, offsets, kept, row_probs)
+        of_activated = partial(second.results_of, matrices=down.matrices_of(weight2), dtype=rows.dtype)
+        return given.results(activate_into(second.activation.cut_activated, of_activated, kept, row_probs))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    @unaffected_by_autocast
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, probs, weight1, weight2, offsets, kept, row_probs = ctx.saved_tensors
+        if kept is None:
+            return *map(torch.zeros_like, (rows, probs, weight1, weight2)), None, None, None, None
+        (gate_up, down), given = ctx.products, _Given(rows, probs, ctx.copies)
+        first, second = (_ByTriton(offsets, given.num_rows, parameter) for parameter in ctx.parameters)
+        kernels, source = first.kernels, given.source
+        columns, cut = kernels.cut_columns(grad.unsqueeze(1), offsets, down.gradients, True, source)
+        slope = second.grad_rows_of(cut, down.matrices_of(weight2), grad.dtype)
+        made = first.activation.cut_activation(slope, kept, row_probs, offsets, gate_up.gradients)
+        (left, cut), right, grad_probs = made
+        grad_weight2 = second.grad_weights(down, columns, right, weight2)
+        (right,) = kernels.cut_columns(given.rows.unsqueeze(1), offsets, E4M3, False, source)
+        grad_weight1 = first.grad_weights(gate_up, left, right, weight1)
+        grad_rows = first.grad_rows_of(cut, gate_up.matrices_of(weight1), grad.dtype)
+        of_rows, *of_probs = given.grads(grad_rows, grad_probs)
+        return of_rows, of_probs[0] if of_probs else None, grad_weight1, grad_weight2, None, None, None, None
+
+
+experts_by_triton: Callable[..., Tensor] = _ExpertsByTriton.apply
 
 
 def fp8_form() -> str:

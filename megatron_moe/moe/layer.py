@@ -25,7 +25,7 @@ from megatron_moe.engine.layers import (
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.moe.dispatch import ExpertInput, build_layer_dispatcher
 from megatron_moe.moe.dispatch_by_node import alltoall_dispatcher
-from megatron_moe.moe.experts import GroupedExperts, LocalExperts
+from megatron_moe.moe.experts import GroupedExperts, GroupedExpertsFp8, LocalExperts
 from megatron_moe.moe.flex import flex_dispatcher
 from megatron_moe.moe.grouped_gemm import DelayedWgrad, TransformerEngineProduct, gate_product, grouped_linear_loop
 from megatron_moe.moe.grouped_gemm_fp8 import TransformerEngineFp8, fp8_products
@@ -41,7 +41,9 @@ from megatron_moe.precision.contract import PrecisionError, mixes_dtypes
 def _grouped_experts(config: EngineConfig, options: MoEOptions, groups: MoEGroups) -> LocalExperts:
     if options.fp8_format is None:
         return GroupedExperts(config, options, groups)
-    gate_up, down = fp8_products(options.fp8_format, fused=bool(options.fuse_weight_gradients))
+    products = gate_up, down = fp8_products(options.fp8_format, fused=bool(options.fuse_weight_gradients))
+    if down.form == "triton":
+        return GroupedExpertsFp8(config, options, groups, products)
     return GroupedExperts(config, options, groups, down, down.form == "scaled", gate_up)
 
 
@@ -156,8 +158,8 @@ class MoELayer(DeepcopyKeepsGroups, MegatronModule):
         options = options or MoEOptions.from_engine_config(config)
         groups = moe_groups(pg_collection)
         self.router = TopKRouter(config, pg_collection, is_mtp_layer, options)
-        self.dispatcher = build_layer_dispatcher(options, groups)
         self.experts: LocalExperts = EXPERT_BACKENDS[options.backend](config, options, groups)
+        self.dispatcher = build_layer_dispatcher(options, groups, self.experts.copies_rows)
         self.shared_experts: SharedExperts | None = None
         if options.shared_ffn_hidden_size:
             linears = submodules or MoESubmodules()

@@ -69,6 +69,7 @@ class MoEOptions:
     recompute_activation: bool
     recompute_shared_experts: bool
     delay_wgrad: bool = False
+    in_steps: bool = False
 
     @property
     def chooses_by_score(self) -> bool:
@@ -91,6 +92,7 @@ class MoEOptions:
             fp8_format=run.derived.fp8_format_of_experts,
             fuse_weight_gradients=run.precision.gradient_accumulation_fusion,
             delay_wgrad=moe.delay_wgrad_compute,
+            in_steps=moe.overlap_moe_expert_parallel_comm,
         )
 
     @classmethod

@@ -242,6 +242,10 @@ def first_rows(order: Tensor, source: Tensor, inverse: Tensor, num_rows: int) ->
     return order[:num_rows], source[:num_rows], inverse.clamp(max=num_rows)
 
 
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""What `spread_rows` reads: rows, weights, order, source and slots."""
+
+
 @dataclass
 class WeightedCopies:
     """Copies of rows [T, H], each with its weight of those [T, K]."""
@@ -258,8 +262,11 @@ class WeightedCopies:
         return copies, copy_weights
 
     def copy(self, rows: Tensor, weights: Tensor, copies: Tensor, copy_weights: Tensor) -> None:
-        sort = self.sort
-        spread_rows(rows, weights.flatten(), sort.order, sort.source, sort.slots, copies, copy_weights)
+        spread_rows(*self.operands(rows, weights), copies, copy_weights)
+
+    def operands(self, rows: Tensor, weights: Tensor) -> Operands:
+        """Return what `spread_rows` reads."""
+        return rows, weights.flatten(), self.sort.order, self.sort.source, self.sort.slots
 
     def backward(self, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor, Tensor]:
         slots = self.sort.slots
@@ -309,12 +316,17 @@ class Unpacked:
     inverse: Tensor
     hidden: int
     dtype: torch.dtype
+    partial = False
 
     def forward(self, arrived: Tensor) -> tuple[Tensor, ...]:
-        order, weights = self.order, weights_behind(arrived, self.dtype)
-        rows, row_weights = arrived.new_empty((order.shape[0], self.hidden)), weights.new_empty(order.shape[0])
-        spread_rows(arrived[:, : self.hidden], weights, order, order, self.inverse.unsqueeze(1), rows, row_weights)
+        num_rows, weights = self.order.shape[0], weights_behind(arrived, self.dtype)
+        rows, row_weights = arrived.new_empty((num_rows, self.hidden)), weights.new_empty(num_rows)
+        spread_rows(*self.operands(arrived, weights), rows, row_weights)
         return rows, row_weights
+
+    def operands(self, arrived: Tensor, weights: Tensor) -> Operands:
+        """Return what `spread_rows` reads."""
+        return arrived.narrow(1, 0, self.hidden), weights, self.order, self.order, self.inverse.unsqueeze(1)
 
     def backward(self, grad: Tensor, weights_grad: Tensor) -> tuple[Tensor]:
         inverse, weights_grad = self.inverse, weights_grad.to(self.dtype)

@@ -25,7 +25,7 @@ class StepRecord:
     grad_norm: float | None  # before clipping
     loss_scale: float
     skipped: bool  # the step was not applied
-    tokens: int
+    tokens: int  # without padding
     seconds: float
     tokens_per_second: float = 0.0
     model_tflops: float = 0.0

@@ -124,7 +124,7 @@ class Meter:
         self._recent.append(seconds)
         seconds_left = fmean(self._recent) * max((self._run.training.train_iters or 0) - iteration, 0)
         flags, part_seconds = self._run.logging, part_seconds or {}
-        tokens = global_batch_size * self._run.model.seq_length
+        tokens = global_batch_size * self._run.model.seq_length - result.padding
         keys = None
         if result.attended_pairs:
             keys = result.attended_pairs / tokens - 0.5  # half of each document's square, as of a sequence's

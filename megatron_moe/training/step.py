@@ -230,7 +230,7 @@ def _own_sums(
         overflows=overflows,
         mtp_sums=mtp_sums.flatten(),
         sample_words=batches.take_sample_words() if isinstance(batches, BatchIterator) else NOTHING,
-        attended_pairs=batches.take_attended_pairs() if isinstance(batches, BatchIterator) else 0,
+        pairs_and_padding=batches.take_pairs_and_padding() if isinstance(batches, BatchIterator) else (0, 0),
         bias_words=NOTHING,
         grad_norm_squares=squares,
         loss_scale=optimizer.get_loss_scale(),

@@ -57,6 +57,8 @@ class StepSums:
     and where the step is not committed."""
     attended_pairs: float = 0.0
     """Pairs of a query and a key that it sees; 0 where documents see each other, and where batches are not a run's."""
+    padding: int = 0
+    """Positions that are padding, under the same condition."""
 
     @property
     def decided(self) -> bool:
@@ -124,7 +126,7 @@ class OwnSums:
     mtp_sums: Tensor
     sample_words: tuple[float, float]
     bias_words: tuple[float, float]
-    attended_pairs: int
+    pairs_and_padding: tuple[int, int]
     grad_norm_squares: Tensor
     """[N] fp32, summed already over the ranks that share them."""
     loss_scale: Tensor
@@ -138,13 +140,13 @@ class OwnSums:
         """Return the sums over all ranks. Collective over all ranks: one all-reduce, and one read from the device."""
         norm_finite = (self.overflows == 0) & self.grad_norm_squares.isfinite().all()
         flags = torch.stack([~(self.gradients_finite & norm_finite), ~self.state_finite]).double()
-        words = on_device((*self.sample_words, *self.bias_words, float(self.attended_pairs)), torch.float64)
+        words = on_device((*self.sample_words, *self.bias_words, *map(float, self.pairs_and_padding)), torch.float64)
         added = torch.cat([self.loss, flags, words, self.overflows.double().view(1), self.mtp_sums.double()])
         scale_and_squares = torch.cat([self.loss_scale.view(1), self.grad_norm_squares]).double()
         shared = torch.cat([scale_and_squares, self.gradient_zeros, self.attention])
         numbers = sum_over_ranks(added, shared)
-        loss_sum, tokens, non_finite, damaged, *found, overflows = numbers[:10]
-        mtp = numbers[10 : len(added)]
+        loss_sum, tokens, non_finite, damaged, *found, overflows = numbers[:11]
+        mtp = numbers[11 : len(added)]
         loss_scale, *rest = numbers[len(added) :]
         norms, counts = len(self.grad_norm_squares), len(self.gradient_zeros)
         squares, zeros, attention = rest[:norms], rest[norms : norms + counts], rest[norms + counts :]
@@ -158,6 +160,7 @@ class OwnSums:
             mtp_sums=tuple(mtp),
             overflows=overflows,
             attended_pairs=found[4],
+            padding=int(found[5]),
             grad_norm=math.nan if overflows > 0 else joint_norm(squares),
             loss_scale=loss_scale,
             gradient_zeros=int(zeros[0]) if zeros else None,

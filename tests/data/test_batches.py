@@ -13,10 +13,10 @@ from megatron_moe.config.schema import build
 from megatron_moe.data.batches import (
     KEYS,
     added,
-    attended_pairs,
     batch_iterators,
     hex_of,
     micro_batch_indices,
+    pairs_and_padding,
     sample_words,
     words_of,
 )
@@ -231,20 +231,20 @@ def read_by(dp: int, micro_batch: int, steps: int, consumed: int, ramp: Any) -> 
     return order, hashes, consumed
 
 
-def test_the_pairs_of_documents_are_counted_once_whatever_shares_them():
+def test_pairs_and_padding_of_documents_are_counted_once_whatever_shares_them():
     class Apart(Numbered):
         def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-            return {**super().__getitem__(i), "documents": torch.tensor([0, 1, 1, 1, 4, 4, 4, 4])}
+            return {**super().__getitem__(i), "documents": torch.tensor([0, 1, 1, 1, 4, 4, -1, -1])}
 
     run = make_run(reset_attention_mask=True, context_parallel_size=2)
-    pairs = []
+    found: list[tuple[int, int]] = []
     for cp, dp in itertools.product(range(2), repeat=2):
         groups = SimpleNamespace(tp=one(), pp=one(), cp=one(cp, 2), dp=one(dp, 2))
         iterator = batch_iterators(Apart(), run, pg_collection=groups)[0]
         next(iterator)
-        pairs += [iterator.take_attended_pairs(), iterator.take_attended_pairs()]
-    assert sum(pairs) == 2 * 2 * (1 + 6 + 10)
-    assert attended_pairs(torch.tensor([[0, 0, -1, -1]])) == 3
+        found += [iterator.take_pairs_and_padding(), iterator.take_pairs_and_padding()]
+    assert tuple(map(sum, zip(*found))) == (2 * 2 * (1 + 6 + 3), 2 * 2 * 2)
+    assert pairs_and_padding(torch.tensor([[0, 0, -1, -1]])) == (3, 2)
 
 
 @pytest.mark.parametrize("ramp", [None, (8, 4, 90)])

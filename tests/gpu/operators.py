@@ -25,6 +25,7 @@ from megatron_moe.moe.grouped_gemm_fp8 import fp8_products as kernels_of
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.sequence import Documents
 from tests.gpu.stage import Stage
+from tests.helpers import tiles_where_made
 from tests.helpers.errors import worst
 
 Operator = Callable[..., Tensor]
@@ -232,6 +233,9 @@ def _tiles(stage: Stage, size: int) -> None:
                 start = end
             same = all(torch.equal(a.float(), b.float().cpu()) for a, b in pairs)
             stage.holds(f"tiles in FP8, bit for bit, {dtype}", same)
+        with stage.attempt(f"tiles in FP8 of copies and of the activation, bit for bit, {dtype}"):
+            wrong = tiles_where_made.differ(*tiles_where_made.pairs(on_device[0], on_device[2], dtype))
+            stage.holds(f"tiles in FP8 of copies and of the activation, bit for bit, {dtype}", not wrong, f"{wrong}")
 
 
 def _loop(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:

@@ -84,8 +84,10 @@ def launched(architecture: int) -> dict[str, tuple[Any, tuple[Any, ...], dict[st
             e4m3, rows = torch.float8_e4m3fn, bf16(32768, 7168)
             matrices = fused.cut_matrices(bf16(32, 2, 2048, 7168))
             fused.multiply(fused.cut_rows(rows.unsqueeze(1), e4m3), matrices, ends, (2, 2048), torch.bfloat16)
-            left, _ = fused.cut_columns(bf16(32768, 2, 2048), ends, e4m3, with_rows=True)
-            (right,) = fused.cut_columns(rows.unsqueeze(1), ends, e4m3)
+            fused.cut_copies(rows[:4096], fp32(32768), tables[-1], 32768)
+            right, _ = fused.cut_columns(rows[:4096].unsqueeze(1), ends, e4m3, True, tables[1])
+            fused.cut_activated(bf16(32768, 4096), fp32(32768))
+            (left, _), *_ = fused.cut_activation(bf16(32768, 2048), bf16(32768, 4096), fp32(32768), ends, e4m3)
             fused.multiply_columns(left, right, ends, fp32(32, 4096, 7168), True)
     return found
 
@@ -151,6 +153,8 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
     if name.startswith("_cut"):  # to the nearest number, as torch does; the interpreter does not show it
         assert "max.NaN.f32" in ptx, name
         assert set(re.findall(r"cvt\.[a-z.]*e[45]m[23]x2\.f32", ptx)) == {"cvt.rn.satfinite.e4m3x2.f32"}, name
+    if name.startswith("_cut_activat"):  # numbers are rounded as where they are written
+        assert "cvt.rn.bf16.f32" in ptx, name
     if name.startswith("_multiply"):
         assert re.search(r"wgmma.*f32\.e4m3\.e4m3" if architecture < 100 else r"tcgen05\.mma.*f8f6f4", ptx), name
     narrow = len(re.findall(r"\b(?:ld|st)\.global(?:\.[a-z_:0-9]+)*\.b(?:8|16)\b", ptx))

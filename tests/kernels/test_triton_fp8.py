@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.moe import grouped_gemm_fp8 as fp8
+from tests.helpers import tiles_where_made
 from tests.kernels.compiled_kernels import all_kernels
 
 COUNTS = [130, 0, 3, 128]
@@ -69,6 +70,11 @@ def test_tiles_have_the_bits_of_torchs_form(fused: Any, dtype: torch.dtype) -> N
             end = tile + len(scales)
             assert_same_bits((columns[:, tile * 128 : end * 128].t(), of_columns[tile:end]), numbers, scales)
             tile = end
+
+
+def test_what_is_cut_where_it_is_made_has_the_bits_of_what_is_written_first() -> None:
+    pairs = tiles_where_made.pairs(values(133, 400), torch.tensor([130, 130, 133]).int(), fp8.E5M2)
+    assert len(pairs[0]) == len(pairs[1]) == 7 and tiles_where_made.differ(*pairs) == []
 
 
 def test_what_is_not_finite_spoils_its_own_rows_and_columns_alone(fused: Any) -> None:

@@ -139,6 +139,7 @@ MOE = {
     "moe_hybridep_num_sms": (16, HYBRID_EP, library("hybridep", 16)),
     "moe_shared_expert_overlap": (True, EXPERTS, {"shared_overlap": True}),
     "delay_wgrad_compute": (True, EXPERTS, {"delay_wgrad": True}),
+    "overlap_moe_expert_parallel_comm": (True, EXPERTS, {"in_steps": True}),
     "fp8_modules": (("attention",), {**BF16, "fp8_format": "e4m3"}, {"fp8_format": None}),
     "gradient_accumulation_fusion": (True, EXPERTS, {"fuse_weight_gradients": True}),
     "moe_shared_expert_intermediate_size": (48, EXPERTS, {"shared_ffn_hidden_size": 48}),

@@ -1,13 +1,19 @@
 """Products in emulated FP8, in layers on several ranks and in a run: what they change, and what they leave."""
 
+import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_moe.config.schema import Run, replace
+from megatron_moe.moe.dispatch import build_layer_dispatcher
+from megatron_moe.moe.experts import GroupedExperts, GroupedExpertsFp8
+from megatron_moe.moe.grouped_gemm_fp8 import fp8_products
 from megatron_moe.parallel import groups
+from megatron_moe.platform import env_vars
 from tests.helpers.moe_cases import build_layer, engine_config, random_case, tokens_and_padding
 from tests.helpers.rows import rows
 from tests.numbers.reference_moe import Routing
@@ -41,17 +47,17 @@ def layer_passes(layout: dict[str, Any]) -> dict[Any, dict[str, Any]]:
             layer, pg = build_layer({**CASE, **options, "fp8_format": fp8_format}, layout, pg)
             hidden, _ = tokens_and_padding(CASE, SEQUENCE, SEQUENCES)
             mine = hidden.chunk(pg.dp.size(), dim=1)[pg.dp.rank()]
-            mine = mine.chunk(pg.tp.size(), dim=0)[pg.tp.rank()].clone().requires_grad_()
-            output, _ = layer(mine)
-            (output * torch.linspace(0.5, 1.5, output.shape[-1])).sum().backward()
-            found[name, fp8_format] = {
-                "output": output.detach(),
-                "gradient": mine.grad,
-                "weight1": layer.experts.weight1.grad,
-                "weight2": layer.experts.weight2.grad,
-                "counts": layer.router.local_tokens_per_expert[None].clone(),
-            }
+            found[name, fp8_format] = results_of(layer, mine.chunk(pg.tp.size(), dim=0)[pg.tp.rank()])
     return found
+
+
+def results_of(layer: Any, hidden: torch.Tensor) -> dict[str, Any]:
+    mine = hidden.clone().requires_grad_()
+    output, _ = layer(mine)
+    (output * torch.linspace(0.5, 1.5, output.shape[-1])).sum().backward()
+    weights = {name: weight.grad for name, weight in layer.experts.named_parameters()}
+    counts = layer.router.local_tokens_per_expert[None].clone()
+    return {"output": output.detach(), "gradient": mine.grad, "counts": counts, **weights}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -71,6 +77,52 @@ def test_experts_on_several_ranks_round_the_same_tiles(once, layout):
             assert 1e-2 * size < (alone[name] - plain[name]).norm() < 0.15 * size, name  # which FP8 does to them
             apart = (found[name] - alone[name]).norm()
             assert 5e-3 * size < apart < 0.15 * size if layout == "ETP2, narrow" else apart < 5e-3 * size, name
+
+
+def passes_by_triton(layout: dict[str, Any], changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """A layer's results by our kernels, and by their parts, which write the rows in bf16 that others cut."""
+    case, found, fused = {**CASE, **changes, "fp8_format": "hybrid"}, list[dict[str, Any]](), "fused" in changes
+    case["routing"] = dataclasses.replace(case["routing"], capacity_factor=changes.get("capacity"))
+    products = fp8_products("hybrid", "triton", fused)
+    triton = mock.patch.dict(env_vars.chosen, {env_vars.KERNELS: "triton"})
+    with triton, mock.patch("megatron_moe.moe.layer.fp8_products", lambda *_, **__: products):
+        layer, pg = build_layer(case, layout)
+        layer.to(torch.bfloat16)
+        hidden = tokens_and_padding(case, 2, SEQUENCES)[0].bfloat16().chunk(pg.dp.size(), dim=1)[pg.dp.rank()]
+        if fused:  # all tokens choose the experts of the first rank
+            hidden, _ = hidden.abs(), layer.router.weight.data.copy_(torch.tensor([[2], [1], [-1], [-2]]))
+        experts: Any = layer.experts
+        for kind in (GroupedExpertsFp8, GroupedExperts):
+            experts.__class__ = kind
+            layer.dispatcher = build_layer_dispatcher(experts.options, experts.groups, kind.copies_rows)
+            copied = kind.copies_rows and not case["pad"]
+            assert ("WithoutCopies" in type(layer.dispatcher).__name__) == copied
+            layer.zero_grad(set_to_none=True)
+            for weight in experts.parameters():
+                weight.main_grad = torch.ones(weight.shape)
+            found.append(results_of(layer, hidden) | {"router": layer.router.weight.grad, "counts": torch.empty(0)})
+            if fused:  # and nothing is handed on
+                assert all(weight.grad.is_sparse or not weight.grad.any() for weight in experts.parameters())
+                found[-1] |= {name: weight.main_grad for name, weight in experts.named_parameters()}
+    return found
+
+
+BY_TRITON: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "EP1": ({}, {}),
+    "EP1, capacity": ({}, {"capacity": 0.75}),
+    "EP1, padded": ({}, {"capacity": 0.75, "pad": True}),
+    "EP2": (EP2, {}),
+    "EP2, a rank without rows, sums": (EP2, {"fused": True}),
+}
+
+
+@pytest.mark.parametrize("name", rows(BY_TRITON, test=["EP1, capacity", "EP2, a rank without rows, sums"]))
+def test_rows_that_are_cut_where_they_are_copied_have_the_same_bits(gloo, name):
+    layout, changes = BY_TRITON[name]
+    for found, wanted in gloo.run(2 if layout else 1, passes_by_triton, layout=layout, changes=changes):
+        for part in ("gradient", "router"):  # the gradients of rows' weights are added up in another order
+            assert torch.allclose(found.pop(part), wanted[part], rtol=2e-2, atol=1e-2 * float(wanted[part].abs().max()))
+        assert len(found) == 4 and all(torch.equal(one, wanted[part]) for part, one in found.items())
 
 
 WIDTH, INNER = 256, 256

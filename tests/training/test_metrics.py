@@ -86,6 +86,8 @@ def test_rates_are_the_jobs_and_flops_the_devices():
         step = meter.record(of_documents, NO_EXPERT_LOAD, iteration=1, seconds=0.5, **SAMPLES)
         tflops = RUN.derived.flops_per_token(384, length / 2) * 1024.0 / 4 / 1e12
         assert step.model_tflops == pytest.approx(tflops)
+    padded = meter.record(replace(of_documents, padding=128), NO_EXPERT_LOAD, iteration=1, seconds=0.5, **SAMPLES)
+    assert (padded.tokens, padded.tokens_per_second) == (384, 768.0)
     assert RUN.derived.flops_per_token(384) == RUN.derived.flops_per_token(384, 32) > tflops * 1e12 * 4 / 1024
 
 
