@@ -144,7 +144,12 @@ class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
         return rows.chunk(group.size(), dim=1)[group.rank()].contiguous()
 
     def _preprocess(
-        self, input_ids: Tensor, position_ids: Tensor, *args: Any, padding_mask: Tensor | None = None, **options: Any
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        *args: Any,
+        padding_mask: Tensor | None = None,
+        **options: Any,
     ) -> Any:
         """Return what the engine's method does, its second part the angles [S / CP, 1 or B, 1, width], if any.
 
@@ -154,7 +159,7 @@ class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
             padding_mask = self.rows_of_rank(padding_mask)
         options["padding_mask"] = padding_mask
         found, angles, *rest = super()._preprocess(input_ids, position_ids, *args, **options)
-        if angles is not None and self.rotates_by_position:
+        if angles is not None and position_ids is not None and self.rotates_by_position:
             every = self.rotary_pos_emb.get_emb(position_ids.shape[1] * self.config.context_parallel_size)
             angles = every[position_ids.t(), 0]
         return (found, angles, *rest)

@@ -283,7 +283,7 @@ def _commit(
 def run_micro_batches(
     model: Model,
     batches: Sequence[Iterator[Batch]],
-    finalize: Callable[..., None] | None,
+    finalize: Callable[..., object] | None,
     *,
     num_micro_batches: int,
     micro_batch_size: int,

@@ -131,6 +131,7 @@ def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
     from megatron_moe import platform
     from megatron_moe_tools.audit.operations import dtype_name, dtypes_of
     from megatron_moe_tools.audit.step import audit_module
+    from megatron_moe_tools.models.load_model import transformers_model
 
     if flags.module is not None:
         spec = importlib.util.spec_from_file_location(Path(name).stem, name)
@@ -150,22 +151,7 @@ def _foreign(flags: argparse.Namespace, rest: list[str]) -> Audit:
                 f"--module {subject}: {factory}() must return a torch module, or (module, tuple or dict of inputs)"
             )
     else:
-        try:
-            from transformers import AutoConfig, AutoModelForCausalLM
-        except ImportError:
-            raise ConfigError(f"--hf {subject}: needs the package transformers; install it, or use --module") from None
-        name = half.get("".join(rest), "float32")
-        has_weights = any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
-        say(f"building {subject} in {name} with {'its' if has_weights else 'random'} weights")
-        dtype, options = getattr(torch, name), {"trust_remote_code": False, "local_files_only": True}
-        try:
-            if has_weights:
-                module = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-            else:
-                config = AutoConfig.from_pretrained(folder, **options)
-                module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"--hf {subject}: {error}") from error
+        module = transformers_model(folder, getattr(torch, half.get("".join(rest), "float32")))
         device = str(platform.device())
         tokens = torch.randint(0, module.config.vocab_size, _HF_TOKENS, device=device)
         module, inputs = module.to(device).train(), {"input_ids": tokens, "labels": tokens}

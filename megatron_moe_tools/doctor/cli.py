@@ -26,12 +26,14 @@ from megatron_moe_tools.doctor.layouts import (
     LayoutChoice,
     choose,
     default_choice,
+    documents_choice,
+    exempted,
     model,
     names_of,
     oracle_run,
 )
 from megatron_moe_tools.doctor.small_copy import PADDED_VOCABULARY, changed_fields, small_copy
-from megatron_moe_tools.launch.local_ranks import RankFailure
+from megatron_moe_tools.launch.local_ranks import LocalRanks, RankFailure
 
 if TYPE_CHECKING:  # flags are checked before torch is loaded
     from megatron_moe_tools.doctor.compare import DoctorReport
@@ -58,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the doctor's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
         prog=NAME,
-        usage="%(prog)s [--json FILE] [--layouts NAME ...] [--ranks 4|8] [the run's flags]",
+        usage="%(prog)s [--json FILE] [--layouts NAME ...] [--ranks 4|8] [--documents [--hf FOLDER]] [the run's flags]",
         description="Does this model train the same under every layout? A small copy of it makes some steps on gloo "
         "ranks of this machine, and everything that comes out is compared with one process.",
         epilog="Exit status: 0 all layouts agree; 1 one differs or fails; 2 a mistake in the flags. Other flags, such "
@@ -78,6 +80,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="a layout that takes longer has hung [s] (default: 120)",
     )
+    p.add_argument(
+        "--documents",
+        action="store_true",
+        help="test instead that documents of a sequence do not see each other, with --reset-attention-mask: what one "
+        "changes reaches no other, to the bit, in any layer, forward or backward",
+    )
+    p.add_argument("--hf", metavar="FOLDER", help="with --documents: test a folder's transformers model instead")
     p.add_argument("--list", action="store_true", help="list the layouts and stop")
     return p
 
@@ -92,6 +101,9 @@ def _main(argv: list[str]) -> int:
     if flags.steps < 1 or not 0 < flags.timeout <= threading.TIMEOUT_MAX:
         raise ConfigError(f"--steps {flags.steps} --timeout {flags.timeout:g}: both have to be above 0, and finite")
     require_writable("--json", flags.json)
+    if flags.hf is not None and (not flags.documents or rest or flags.layouts or flags.list):
+        raise ConfigError(f"--hf {flags.hf}: goes with --documents, without layouts or a run's flags")
+    wanted = [] if flags.documents else flags.layouts  # documents_choice has other names
     if rest:
         own = compat.parse(rest, filled_in)
         # The rules of a real start, on the smallest number of ranks that the flags allow.
@@ -103,27 +115,69 @@ def _main(argv: list[str]) -> int:
         copy = small_copy(own)
         if own.precision.fp8_format is not None:
             say(f"--fp8-format {own.precision.fp8_format}: is not compared; the small copy multiplies in fp32")
-        choice = choose(own, copy, flags.ranks, flags.layouts)
+        choice = choose(own, copy, flags.ranks, wanted)
     else:
         own, copy = model("demo")
-        choice = default_choice(flags.ranks, flags.layouts)
+        choice = default_choice(flags.ranks, wanted)
+    left_out: list[str] = []
+    if flags.documents and flags.hf is None:
+        left_out = exempted(choice)
+        choice = documents_choice(choice, own, flags.layouts)
     if flags.list:
         say("\n".join(names_of(choice.layouts)))
         return SAME
     # Not before the flags are right: loading torch takes seconds.
     from megatron_moe_tools.doctor.compare import details
 
+    for text in left_out:
+        say(text)
+    began = time.monotonic()
     try:
-        report = check_layouts(own, copy, choice, flags.steps, flags.timeout)
+        if flags.documents:
+            report = check_documents(choice, flags.timeout, flags.hf)
+        else:
+            report = check_layouts(own, copy, choice, flags.steps, flags.timeout)
     except RankFailure as error:
         say(f"the oracle, one process, could not be measured:\n{error}")
         return DIFFERENT
+    for layout, rule in report.refused:
+        say(f"not tried: {layout.name}: {rule}")
+    say(f"{time.monotonic() - began:.0f} s")
     for text in details(report):
         say(text)
     if flags.json is not None:
         replace_json(Path(flags.json), report.as_dict())
         say(f"wrote {flags.json}")
     return DIFFERENT if report.failed else SAME
+
+
+def check_documents(choice: LayoutChoice, seconds: float, folder: str | None) -> DoctorReport:
+    """Look for leaks between documents under every layout, or in the transformers model of a folder.
+
+    Args:
+        choice: of `layouts.documents_choice`.
+        seconds: a layout that takes longer has hung.
+    """
+    from megatron_moe_tools.doctor import compare, documents, leaks
+
+    about = {"versions": versions()}
+    if folder is not None:
+        return compare.DoctorReport(about, [leaks.leaks_of_folder(Path(folder))], verdicts=leaks.APART)
+    report = compare.DoctorReport(about, refused=choice.refused, verdicts=leaks.APART)
+    layouts = choice.layouts
+    ranks = max(layout.ranks for layout in layouts)
+    say(f"starting {ranks} processes for {len(layouts)} layouts; nothing leaves this machine, no GPU is used")
+    with LocalRanks(documents.probe_into, ranks, seconds=seconds, threads=1) as pool:
+        for number, layout in enumerate(layouts, start=1):
+            at = time.monotonic()
+            try:
+                records = pool.call(flatten(layout.run), layout.ranks)
+            except RankFailure as failure:
+                report.findings.append(compare.FindingOfLayout(layout, time.monotonic() - at, error=str(failure)))
+            else:
+                report.findings.append(leaks.finding_of(layout, records, time.monotonic() - at))
+            say(compare.log_line(number, len(layouts), report.findings[-1]))
+    return report
 
 
 def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds: float) -> DoctorReport:
@@ -141,7 +195,7 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
     """
     from megatron_moe_tools.doctor import compare, measure
 
-    began, layouts = time.monotonic(), choice.layouts
+    layouts = choice.layouts
     given, defaults = flatten(own), flatten(Run())
     ranks = max(layout.ranks for layout in layouts)
     sizes = ", ".join(f"{name} {flatten(copy)[name]}" for name in _SIZES_SHOWN)
@@ -189,16 +243,12 @@ def check_layouts(own: Run, copy: Run, choice: LayoutChoice, steps: int, seconds
             try:
                 whole = measure.assemble(pool.measure(dataclasses.replace(request, run=layout.run), layout.ranks))
             except RankFailure as failure:
-                finding = compare.LayoutFinding(layout, time.monotonic() - at, error=str(failure))
+                report.findings.append(compare.FindingOfLayout(layout, time.monotonic() - at, error=str(failure)))
             else:
                 comparison = compare.compare(whole, oracle, compare.tolerances_of(layout.run))
                 fits = compare.matching_patterns(whole, oracle, comparison, one_process=not layout.masked)
-                finding = compare.LayoutFinding(layout, time.monotonic() - at, comparison, fits)
-            report.findings.append(finding)
-            say(compare.log_line(number, len(layouts), finding))
-    for layout, rule in choice.refused:
-        say(f"not tried: {layout.name}: {rule}")
-    say(f"{time.monotonic() - began:.0f} s")
+                report.findings.append(compare.LayoutFinding(layout, time.monotonic() - at, comparison, fits))
+            say(compare.log_line(number, len(layouts), report.findings[-1]))
     return report
 
 

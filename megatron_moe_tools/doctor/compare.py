@@ -340,44 +340,88 @@ def _gradients(
 
 _SHOWN = 8
 _KEPT = 500
+TRAINED = ("no difference in {}: the same model is trained", "do not train the same model")
 
 
 @dataclass(frozen=True)
-class LayoutFinding:
-    """The outcome of one layout; `error` is the ranks' report where the layout could not be measured."""
+class FindingOfLayout:
+    """The outcome of one layout; this one could not be measured, and `error` is the ranks' report."""
 
     layout: Layout
     seconds: float
-    comparison: Comparison | None = None
-    patterns: list[str] = field(default_factory=list)
-    error: str | None = None
+    error: str | None = field(default=None, kw_only=True)
 
     @property
     def good(self) -> bool:
-        """Whether the layout was measured and nothing differs."""
-        return self.comparison is not None and self.comparison.agrees
+        """Whether the layout was measured and nothing is wrong."""
+        return False
+
+    def result(self) -> str:
+        """Return the result for the log's line."""
+        return "FAILED"
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines about what is wrong."""
+        yield self.error or ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as plain values for JSON."""
-        result: dict[str, Any] = {
+        return {
             "layout": self.layout.name,
             "ranks": self.layout.ranks,
             "flags": self.layout.flags,
             "model": self.layout.model,
-            "features": sorted(self.layout.features),
-            "tolerances": asdict(tolerances_of(self.layout.run)),
             "agrees": self.good,
             "seconds": round(self.seconds, 2),
             "error": self.error,
         }
-        if self.comparison is not None:
-            differences = self.comparison.differences
-            largest = self.comparison.largest
-            result["largest_errors"] = dict(zip(largest, map(_plain, largest.values())))
-            result["fits"] = self.patterns
-            result["number_of_differences"] = len(differences)
-            result["differences"] = [{**asdict(one), "error": _plain(one.error)} for one in differences[:_KEPT]]
-        return result
+
+
+@dataclass(frozen=True)
+class LayoutFinding(FindingOfLayout):
+    """The outcome of one layout that was measured."""
+
+    comparison: Comparison
+    patterns: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing differs."""
+        return self.comparison.agrees
+
+    def result(self) -> str:
+        """Return the largest errors, or the first difference."""
+        if not self.good:
+            return f"DIFFERS: {describe(self.comparison.differences[0])}"
+        largest = self.comparison.largest
+        errors = [f"{kind} {largest.get(kind, 0.0):.1e}" for kind in ("loss", "gradient norm", "gradient", "weight")]
+        return f"agrees: {', '.join(errors)}"
+
+    def lines(self) -> Iterator[str]:
+        """Yield the patterns that fit and the differences of the first step that has any."""
+        for pattern in self.patterns:
+            yield f"  it fits: {pattern}"
+        differences = self.comparison.differences
+        first = [one for one in differences if one.step == differences[0].step]
+        for one in first[:_SHOWN]:
+            yield f"  {describe(one)}"
+        if len(first) > _SHOWN:
+            yield f"  and {len(first) - _SHOWN} more in the same step"
+        if len(differences) > len(first):
+            yield f"  later steps differ in {len(differences) - len(first)} quantities, which may follow from this"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the finding as plain values for JSON."""
+        differences, largest = self.comparison.differences, self.comparison.largest
+        return {
+            **super().as_dict(),
+            "features": sorted(self.layout.features),
+            "tolerances": asdict(tolerances_of(self.layout.run)),
+            "largest_errors": dict(zip(largest, map(_plain, largest.values()))),
+            "fits": self.patterns,
+            "number_of_differences": len(differences),
+            "differences": [{**asdict(one), "error": _plain(one.error)} for one in differences[:_KEPT]],
+        }
 
 
 @dataclass
@@ -385,8 +429,10 @@ class DoctorReport:
     """The findings of all layouts; `about` says what was compared: flags, sizes, versions, the oracles' figures."""
 
     about: dict[str, Any]
-    findings: list[LayoutFinding] = field(default_factory=list)
+    findings: list[FindingOfLayout] = field(default_factory=list)
     refused: list[tuple[Layout, str]] = field(default_factory=list)
+    verdicts: tuple[str, str] = TRAINED
+    """The result in words where all is good, and where it is not."""
 
     @property
     def failed(self) -> list[Layout]:
@@ -403,11 +449,11 @@ class DoctorReport:
 
     def summary(self) -> str:
         """Return the overall result in one line."""
-        tried = f"{len(self.findings)} layout{'s' * (len(self.findings) > 1)}"
+        tried, (good, failed) = f"{len(self.findings)} layout{'s' * (len(self.findings) > 1)}", self.verdicts
         bad = names_of(self.failed)
         if not bad:
-            return f"no difference in {tried}: the same model is trained"
-        return f"{len(bad)} of {tried} do not train the same model: {', '.join(bad)}"
+            return good.format(tried)
+        return f"{len(bad)} of {tried} {failed}: {', '.join(bad)}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON, which holds neither NaN nor infinity."""
@@ -421,17 +467,10 @@ class DoctorReport:
         }
 
 
-def log_line(number: int, total: int, finding: LayoutFinding) -> str:
+def log_line(number: int, total: int, finding: FindingOfLayout) -> str:
     """Return the log's line about one layout."""
     head = f"[{number:{len(str(total))}}/{total}] {finding.layout.name:<25} {finding.layout.ranks} ranks "
-    tail = f" ({finding.seconds:.1f} s)"
-    if finding.comparison is None:
-        return f"{head} FAILED{tail}"
-    if finding.good:
-        largest = finding.comparison.largest
-        errors = [f"{kind} {largest.get(kind, 0.0):.1e}" for kind in ("loss", "gradient norm", "gradient", "weight")]
-        return f"{head} agrees: {', '.join(errors)}{tail}"
-    return f"{head} DIFFERS: {describe(finding.comparison.differences[0])}{tail}"
+    return f"{head} {finding.result()} ({finding.seconds:.1f} s)"
 
 
 def describe(one: LayoutDifference) -> str:
@@ -464,19 +503,7 @@ def details(report: DoctorReport) -> Iterator[str]:
                 flags.append(f"--{name.replace('_', '-')} {value}")
         shown = " ".join(flags) or "data parallel only"
         yield f"\n{finding.layout.name} ({finding.layout.ranks} ranks: {shown})"
-        if finding.comparison is None:
-            yield finding.error or ""
-            continue
-        for pattern in finding.patterns:
-            yield f"  it fits: {pattern}"
-        differences = finding.comparison.differences
-        first = [one for one in differences if one.step == differences[0].step]
-        for one in first[:_SHOWN]:
-            yield f"  {describe(one)}"
-        if len(first) > _SHOWN:
-            yield f"  and {len(first) - _SHOWN} more in the same step"
-        if len(differences) > len(first):
-            yield f"  later steps differ in {len(differences) - len(first)} quantities, which may follow from this"
+        yield from finding.lines()
     if len(report.failed) < len(report.findings) and (common := report.common):
         yield f"\nwhat every layout that failed has, and none that agrees: {' or '.join(common)}"
     yield f"\n{report.summary()}"

@@ -197,6 +197,62 @@ def choose(own: Run, copy: Run, max_ranks: int, wanted: Sequence[str] = ()) -> L
     return _chosen(layouts, wanted, ", ".join(in_use))
 
 
+PACKED_LENGTH = 32
+"""Tokens of a sequence with several documents."""
+
+
+def documents_choice(choice: LayoutChoice, own: Run, wanted: Sequence[str] = ()) -> LayoutChoice:
+    """Return one process of each model and the layouts of several ranks, with documents that do not see each other.
+
+    Auxiliary losses are left out: they are meant to see all tokens. So is what `exempted` names.
+
+    Args:
+        own: the run as the flags give it, which says whether positions restart and sequences are padded. With its
+            dropout, attention on a CPU is torch's, as it is on a GPU.
+        wanted: as in `choose`.
+    """
+    layouts, alone = [], set()
+    for layout in (*choice.layouts, *(layout for layout, _ in choice.refused)):
+        flags = dict(layout.flags)
+        if layout.ranks == 1:
+            if layout.model in alone:
+                continue
+            alone.add(layout.model)
+            for name in ("micro_batch_size", "calculate_per_token_loss"):
+                flags.pop(name, None)
+            layout = dataclasses.replace(layout, name=f"one-process+{layout.model}".removesuffix("+"))
+        copy, micro_batches = layout.copy, 2 * layout.ranks  # two on each replica
+        for kind in ("TP", "PP", "CP"):
+            micro_batches //= flags.get(_SIZES[kind]) or 1
+        settings: dict[str, Any] = {
+            "reset_attention_mask": True,
+            "reset_position_ids": own.data.reset_position_ids,
+            "packing": own.data.packing,
+            "attention_dropout": own.model.attention_dropout,
+            "seq_length": PACKED_LENGTH,
+            "global_batch_size": micro_batches * copy.training.micro_batch_size,
+        }
+        if copy.precision.fp16:
+            settings["initial_loss_scale"] = 1.0
+        if copy.moe.num_experts is not None:
+            settings |= {"moe_router_load_balancing_type": ("none",), "moe_aux_loss_coeff": (0.0,)}
+            settings |= {"moe_z_loss_coeff": None, "moe_expert_capacity_factor": None}
+            settings["moe_pad_expert_input_to_capacity"] = flags["moe_pad_expert_input_to_capacity"] = False
+        layouts.append(dataclasses.replace(layout, copy=replace(copy, **settings), flags=flags))
+    return _chosen(layouts, wanted, choice.reduced_from)
+
+
+def exempted(choice: LayoutChoice) -> list[str]:
+    """Return a line about each flag with which tokens compete for experts, which `documents_choice` leaves out."""
+    found: dict[str, None] = {}
+    for moe in (layout.copy.moe for layout in choice.layouts if layout.copy.moe.num_experts is not None):
+        if moe.moe_expert_capacity_factor is not None:
+            found[f"--moe-expert-capacity-factor {moe.moe_expert_capacity_factor:g}"] = None
+        if "sinkhorn" in moe.moe_router_load_balancing_type:
+            found["--moe-router-load-balancing-type sinkhorn"] = None
+    return [f"{flag}: tokens of all documents compete for experts; left out here" for flag in found]
+
+
 def _chosen(layouts: list[Layout], wanted: Sequence[str], reduced_from: str) -> LayoutChoice:
     """Choose the layouts whose name, with or without "+model", matches a wanted pattern and which the rules accept.
 

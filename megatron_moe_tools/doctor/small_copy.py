@@ -33,6 +33,7 @@ _RESET = (
     "use_distributed_optimizer",
     "optimizer_cpu_offload",
     "moe_alltoall_by_node",
+    "moe_seq_aux_loss_per",  # its samples are one document each, or it has no such losses
     # Groups of codes begin elsewhere on another layout, and are rounded otherwise.
     "exp_avg_dtype",
     "exp_avg_sq_dtype",

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Mapping as Named
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from megatron_moe.config.launch import launched_world
 from megatron_moe.config.schema import Run
 from megatron_moe.hf.mapping import Mapping, mapping
 from megatron_moe.hf.tensors import dtype_name
+from megatron_moe.io.program import say
 from megatron_moe.io.texts import size_text
 from megatron_moe.model.build import build_model
 from megatron_moe.model.engine_config import transformer_config
@@ -198,3 +201,25 @@ def fill(tensors: Named[str, Tensor], blocks: Iterable[BlockValues], where: str,
     if wrong:
         shown = ", ".join(f"{key} ({written[key]} of {tensors[key].numel()} elements)" for key in wrong[:10])
         raise ConfigError(f"{where}: {len(wrong)} tensors of the model are not written once: {shown}")
+
+
+def transformers_model(folder: Path, dtype: torch.dtype) -> Any:
+    """Return the transformers model of a folder on the CPU, with its weights if it has any, and say so.
+
+    Raises:
+        ConfigError: transformers is missing or does not load the folder.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ConfigError(f"--hf {folder}: needs the package transformers; install it") from None
+    has_weights = any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    say(f"building {folder} in {dtype_name(dtype)} with {'its' if has_weights else 'random'} weights")
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        if has_weights:
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+        config = AutoConfig.from_pretrained(folder, **options)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"--hf {folder}: {error}") from error

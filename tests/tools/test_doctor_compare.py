@@ -12,6 +12,7 @@ from megatron_moe.moe.routing import MicroBatch, RoutedTokens, RoutingDecision
 from megatron_moe_tools.doctor import compare as compared
 from megatron_moe_tools.doctor.compare import (
     DoctorReport,
+    FindingOfLayout,
     LayoutFinding,
     Tolerances,
     compare,
@@ -197,7 +198,7 @@ def test_the_report_is_json_and_ends_in_the_verdict(oracle):
     comparison = compare(got, oracle)
     ep, dp = (Layout(name, 2, {}, frozenset({name.upper()})) for name in ("ep", "dp"))
     good = LayoutFinding(dp, 1.0, compare(assemble(two_ranks()), oracle))
-    findings = [good, LayoutFinding(ep, 2.0, comparison), LayoutFinding(ep, 3.0, error="rank 1 ended")]
+    findings = [good, LayoutFinding(ep, 2.0, comparison), FindingOfLayout(ep, 3.0, error="rank 1 ended")]
     report = DoctorReport({"steps": 1}, findings)
     told = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert told["failed"] and told["common_to_what_failed"] == ["EP"]
