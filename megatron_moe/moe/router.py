@@ -138,6 +138,10 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         fused = self.options.fuse_weight_gradients is not False
         return gate_product(hidden, self.weight, self.options.router_dtype, fused)
 
+    def choice(self) -> Choice:
+        """Return what chooses experts, as a function even where a kernel does."""
+        return self.choose or partial(chosen_experts, self.options, self.groups)
+
     def route(self, hidden: Tensor, is_padding: Tensor | None = None, num_sequences: int = 1) -> RoutingDecision:
         """Choose and weigh the experts of each token, count them, and attach the auxiliary losses.
 

@@ -18,7 +18,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ from megatron_moe.hf.folder import ALLOW, HFFolder
 from megatron_moe.model.mla import LatentAttention
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
-from megatron_moe.moe.routing import Choice, MicroBatch, chosen_experts, group_scores, ranked_values
+from megatron_moe.moe.routing import Choice, MicroBatch, group_scores, ranked_values
 from megatron_moe_tools.models.load_model import LoadedCheckpoint, bytes_needed, load_model, one_process, require_memory
 from megatron_moe_tools.models.source import ModelSource, locate
 from megatron_moe_tools.models.trace import trace, working_bytes
@@ -427,7 +426,7 @@ def force_routing_on_ties(
     before: list[tuple[TopKRouter, Choice | None]] = []
 
     def wrapped(router: TopKRouter, theirs: Tensor, found: list[float]) -> Callable[..., Tensor]:
-        choose = router.choose or partial(chosen_experts, router.options, router.groups)
+        choose = router.choice()
 
         def chosen(logits: Tensor, scores: Tensor, expert_bias: Tensor | None, micro_batch: MicroBatch) -> Tensor:
             ours = choose(logits, scores, expert_bias, micro_batch)

@@ -198,7 +198,7 @@ def _choosing(model: torch.nn.Module, decide: Callable[[str, Tensor], Tensor]) -
     with ExitStack() as stack:
         for name, router in router_names(model):
             stack.callback(setattr, router, "choose", router.choose)
-            router.choose = partial(decided, name, router.choose)
+            router.choose = partial(decided, name, router.choice())
         yield
 
 
