@@ -228,6 +228,32 @@ class UnknownKey(ConfigError):
         self.where, self.name = where, name
 
 
+def read_mapping(flag: str, path: str, expected: str) -> dict[str, Any]:
+    """Return the mapping in a YAML file; an empty file is an empty one.
+
+    Args:
+        expected: what to write, for the message where there is no mapping.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, has a key twice, or holds no mapping.
+    """
+    text = read_settings(flag, path, "YAML")
+    try:
+        document = yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split()).replace(_UNNAMED, "in")
+        raise ConfigError(f"{flag} {path}: is not YAML: {reason}") from error
+    except RecursionError:
+        raise ConfigError(f"{flag} {path}: is not YAML of settings: its brackets are nested too deeply") from None
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {path}: {error}") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{flag} {path}: holds no mapping; write {expected}")
+    return document
+
+
 def read_yaml(path: str, starts: Collection[str] = ("preset",)) -> dict[str, Any]:
     """Read the file's settings as a flat dict, field name (or one of `starts`) -> value of the field's type.
 
@@ -241,20 +267,7 @@ def read_yaml(path: str, starts: Collection[str] = ("preset",)) -> dict[str, Any
         ConfigError: if the file cannot be read, is not a YAML mapping, or has an unknown key, a key twice or a value of
             the wrong type; the message names file and key.
     """
-    text = read_settings("--config", path, "YAML")
-    try:
-        document = yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split()).replace(_UNNAMED, "in")
-        raise ConfigError(f"--config {path}: is not YAML: {reason}") from error
-    except RecursionError:
-        raise ConfigError(f"--config {path}: is not YAML of settings: its brackets are nested too deeply") from None
-    except ConfigError as error:
-        raise ConfigError(f"--config {path}: {error}") from None
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigError(f"--config {path}: holds no mapping; write lines like `num_layers: 4`")
+    document = read_mapping("--config", path, "lines like `num_layers: 4`")
     flat: dict[str, Any] = {}
     for key, value in document.items():
         # `optimizer` is a section and also a field; only a mapping can be a section.

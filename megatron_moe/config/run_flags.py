@@ -131,6 +131,7 @@ class TrainingConfig:
     )
     eval_interval: int = setting(0, "iterations between evaluations; 0: only at the end", within=COUNT)
     eval_iters: int = setting(10, "global batches per evaluation; 0 switches evaluation off", within=COUNT)
+    eval_at_start: bool = setting(False, "evaluate before the first step, too")
     seed: int = setting(1234, "seed of the weights, dropout and data order", within=Range(low=0, below=2**31))
     deterministic_mode: bool = setting(
         False, "add in one order on CUDA too: the same bits from the same ranks, devices, versions and flags; slower"
@@ -210,6 +211,7 @@ class DataConfig:
     train_data_path: tuple[str, ...] | None = setting(None, "as data-path, for training only")
     valid_data_path: tuple[str, ...] | None = setting(None, "as data-path, for validation only")
     test_data_path: tuple[str, ...] | None = setting(None, "as data-path, for testing only")
+    data_config: str | None = setting(None, "FILE.yaml of named sources and validation sets, in place of paths")
     data_cache_path: str | None = setting(None, "folder of the index caches; default: next to the data")
     mock_data: bool = setting(False, "made-up tokens, no files")
     program_data: bool = setting(False, "samples of the program that calls train(settings, data=...), no files")

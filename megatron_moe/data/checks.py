@@ -1,8 +1,9 @@
 """The data flags, and checks of a run's data before anything is allocated. Loads no torch.
 
-The flags say where tokens come from: `--data-path` names one or more prefixes, with or without weights, that `--split`
-divides into train, valid and test; `--train-data-path`, `--valid-data-path` and `--test-data-path` name prefixes for
-one split each. The checks name the file and the offset of what is wrong.
+The flags say where tokens come from: `--data-config` names a file (`mixture.py`); `--data-path` names one or more
+prefixes, with or without weights, that `--split` divides into train, valid and test; `--train-data-path`,
+`--valid-data-path` and `--test-data-path` name prefixes for one split each. The checks name the file and the offset of
+what is wrong.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from megatron_moe.config.paths import require_writable_folder
 from megatron_moe.config.run_flags import DataConfig
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.data.index_file import MASK, Sidecar, TokenIndex, open_index, read_sidecar, sidecar_path
+from megatron_moe.data.mixture import Named, NamedData, ValidationSet, read_data_config
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.hashing import sha256_of_file
 
@@ -47,9 +50,13 @@ class Blend:
 
 @dataclass(frozen=True)
 class Sources:
-    """The data of a run: `mock`, or one `blend` divided by `split`, or a blend (or None) per split in `per_split`."""
+    """The data of a run.
+
+    `mock`, or what a file `named`, or one `blend` divided by `split`, or a blend (or None) per split in `per_split`.
+    """
 
     mock: bool = False
+    named: NamedData | None = None
     blend: Blend | None = None
     split: str | None = None
     per_split: tuple[Blend | None, Blend | None, Blend | None] | None = None
@@ -59,7 +66,9 @@ class Sources:
         return self.blend if self.per_split is None else self.per_split[split]
 
     def prefixes(self) -> list[str]:
-        """Return every prefix once, in the order of the flags."""
+        """Return every prefix once, in the order of the flags, or of the file."""
+        if self.named is not None:
+            return self.named.prefixes()
         blends = [self.blend_of(i) for i in range(len(SPLITS))]
         return list(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
 
@@ -77,6 +86,8 @@ def read_sources(data: DataConfig) -> Sources:
     """Return the sources that the data flags name, which `config/rules/sources.py` has checked."""
     if data.mock_data or data.program_data:
         return Sources(mock=True)
+    if data.data_config is not None:
+        return Sources(named=read_data_config(data.data_config))
     if data.data_path:
         return Sources(blend=_blend(data.data_path), split=data.split if data.split is not None else DEFAULT_SPLIT)
     train, valid, test = map(_blend, (data.train_data_path, data.valid_data_path, data.test_data_path))
@@ -142,6 +153,8 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
         return ["data: the program's own" if run.data.program_data else "data: made up (--mock-data)"]
     needed = [] if run.training.skip_train else [0]
     needed += [1] if run.training.eval_iters else []
+    if sources.named is not None:
+        _require_named(run, sources.named)
     if 1 in needed and sources.per_split is not None and sources.per_split[1] is None:
         raise ConfigError(
             f"--eval-iters {run.training.eval_iters} needs --valid-data-path PREFIX; --eval-iters 0 switches "
@@ -150,7 +163,8 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
     indices = {}
     for prefix in sources.prefixes():
         names = [name for name in _PATHS if prefix in map(str.strip, getattr(run.data, name) or ())]
-        indices[prefix] = open_index(prefix, f"--{names[0].replace('_', '-')}")
+        flag = f"--{names[0].replace('_', '-')}" if names else f"--data-config {run.data.data_config}: path"
+        indices[prefix] = open_index(prefix, flag)
     if run.data.data_cache_path is not None:
         require_writable_folder("--data-cache-path", run.data.data_cache_path)
     else:
@@ -168,9 +182,33 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
             lines.append(_verified(index, sidecar, tokenizer, limit, deep, hash_bin))
         else:
             lines.append(_scan(index, limit) if deep else f"data {prefix}: structure")
-    for split in needed:
-        require_sequence(sources, split, run.model.seq_length, indices)
+    for part, split in _parts(sources, needed):
+        require_sequence(part, split, run.model.seq_length, indices)
     return lines
+
+
+def _require_named(run: Run, named: NamedData) -> None:
+    """Check that a file of `--data-config` has what the run reads."""
+    where = f"--data-config {run.data.data_config}"
+    if not named.sources and not run.training.skip_train:
+        raise ConfigError(f"{where}: there is nothing to train on; write `NAME: {{path: PREFIX}}` below `sources:`")
+    if not named.validation and run.training.eval_iters:
+        raise ConfigError(
+            f"--eval-iters {run.training.eval_iters}, {where}: there is nothing to evaluate; write "
+            "`NAME: {path: PREFIX}` below `validation:`, or use --eval-iters 0"
+        )
+
+
+def _parts(sources: Sources, splits: list[int]) -> Iterator[tuple[Sources, int]]:
+    """Yield sources of one blend each, with the number of the split that the run reads of it."""
+    if sources.named is None:
+        yield from ((sources, split) for split in splits)
+        return
+    every: tuple[Named, ...] = (*sources.named.sources, *sources.named.validation)
+    for one in every:
+        split = int(isinstance(one, ValidationSet))
+        if split in splits:
+            yield Sources(blend=Blend(one.prefixes, None), split=one.split), split
 
 
 def within_verify_limit(run: Run, prefixes: list[str]) -> bool:
@@ -371,7 +409,12 @@ def chat_template(run: Run) -> str | None:
 
 
 def require_same_samples(
-    run: Run, now: Fingerprint, config: dict[str, Any], saved: Fingerprint, where: str
+    run: Run,
+    now: Fingerprint,
+    config: dict[str, Any],
+    saved: Fingerprint,
+    where: str,
+    taken: dict[str, dict[str, Any]] | None = None,
 ) -> list[str]:
     """Check that files of the same prefix are the same, and that settings which decide the order are the checkpoint's.
 
@@ -383,6 +426,7 @@ def require_same_samples(
         now, saved: the data files of this run, and of the checkpoint.
         config: the checkpoint's flat configuration.
         where: the checkpoint, for the message.
+        taken: what the checkpoint keeps of named sources (`Mixture.state`); None without any.
 
     Returns:
         What `--accept-changed-data` accepted, for the log.
@@ -420,7 +464,12 @@ def require_same_samples(
         for name in ("mock_data", "program_data", "seed", "seq_length", "packing")
         if flatten(before)[name] != flatten(run)[name]
     ]
-    if not any(data.mock_data or data.program_data for data in (run.data, before.data)):
+    named = read_sources(run.data).named
+    if (named is None) != (taken is None):
+        lines.append(f"--data-config: checkpoint {before.data.data_config}, this run {run.data.data_config}")
+    elif named is not None:
+        lines += _other_sources(named, taken or {}, now, saved)
+    elif not any(data.mock_data or data.program_data for data in (run.data, before.data)):
         mine, theirs = read_sources(run.data), read_sources(before.data)
         if (mine.split and parse_split(mine.split)) != (theirs.split and parse_split(theirs.split)):
             lines.append(f"--split: checkpoint {theirs.split}, this run {mine.split}")
@@ -442,6 +491,24 @@ def require_same_samples(
             "continue at the same number of the new order by --accept-changed-data"
         )
     return [*accepted, f"WARNING: {problem}\n--accept-changed-data goes on at the same number of the new order"]
+
+
+def _other_sources(
+    named: NamedData, taken: dict[str, dict[str, Any]], now: Fingerprint, saved: Fingerprint
+) -> Iterator[str]:
+    """Yield how sources that gave samples before are others now. Weights and ends may change: they are the future's."""
+    for source in named.sources:
+        then = taken.get(source.name)
+        if then is None or not then["samples"]:
+            continue
+        if then["split"] != source.split:
+            yield f"source {source.name}: checkpoint split {then['split']}, this run {source.split}"
+        for prefix, other in zip_longest(source.prefixes, then["prefixes"], fillvalue=""):
+            if prefix != other and not _is_same(now.get(prefix, {}), saved.get(other, {})):
+                yield (
+                    f"source {source.name}: checkpoint {other or 'no more'}, this run {prefix or 'no more'}, whose "
+                    "content is not known to be equal; give other data another name"
+                )
 
 
 def changed_since(fingerprint: Fingerprint) -> str | None:

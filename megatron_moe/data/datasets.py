@@ -23,6 +23,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,9 +41,11 @@ from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import DOCUMENTS, stage_reads
 from megatron_moe.data.checks import SPLITS, Blend, cache_folder, hashing, read_sources, require_sequence
 from megatron_moe.data.index_file import MASK, read_sidecar
+from megatron_moe.data.mixture import Mixture, Named, ValidationSet
 from megatron_moe.data.packing import Packing, pack, part_sizes
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import replace_json
+from megatron_moe.parallel.groups import host_group
 from megatron_moe.platform.protocols import ProcessGroups
 
 _SAMPLES_OF_A_SMALL_EPOCH = 1 << 18
@@ -196,7 +199,8 @@ class EpochsOfSamples(MegatronDataset):
     seed, the others with seeds of their own. Sample i is therefore a function of data, seed and i alone, and in the
     first epoch it is the engine's. Each epoch drops less than one sequence at its end.
 
-    The dataset has at least `num_samples` samples, or one whole epoch where that is None. It takes GPTDataset's place
+    The dataset has at least `num_samples` samples, or one whole epoch where that is None; `sample` goes on beyond its
+    end. It takes GPTDataset's place
     in the engine's BlendedMegatronDatasetBuilder. The indices of every epoch are built, and cached as the engine caches
     them, when the dataset is made; one epoch at a time is open. Of small epochs, of which a run may take thousands, the
     first alone is cached: each process builds the others in memory when it comes to them.
@@ -244,6 +248,10 @@ class EpochsOfSamples(MegatronDataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        return self.sample(index)
+
+    def sample(self, index: int) -> dict[str, torch.Tensor]:
+        """Return a sample of any epoch; after the dataset's own ones this process builds their order in memory."""
         number, inside = divmod(int(index), self._per_epoch)
         if number != self._number:
             self._number, self._epoch = number, self._build(number)
@@ -256,7 +264,7 @@ class EpochsOfSamples(MegatronDataset):
     def _build(self, number: int) -> Any:
         config = copy.copy(self.config)
         config.random_seed = epoch_seed(self.config.random_seed, number)
-        if number > 0 and not self._are_cached:
+        if number > 0 and not (self._are_cached and number < self._epochs):
             config.path_to_cache = ""  # None would be a folder next to the data
         epoch_class: Any = self.document_class if config.documents_apart else self.epoch_class
         if config.packing != "none":
@@ -287,6 +295,88 @@ class EpochsOfMockSamples(EpochsOfSamples):
     def build_low_level_dataset(cls, dataset_path: str, config: GPTDatasetConfig) -> MockDocuments:
         """Make up the documents."""
         return MockDocuments(config.tokenizer, config.sequence_length)
+
+
+class SourceSamples:
+    """The samples of a named source or validation set, without end: sample i is a function of data, seed and i."""
+
+    def __init__(self, datasets: list[EpochsOfSamples], seed: int) -> None:
+        self.datasets, self._seed = datasets, seed
+        self._ends = numpy.cumsum([len(dataset) for dataset in datasets])
+        self._open = -1
+
+    def __len__(self) -> int:
+        """Return the samples of one epoch."""
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        epoch, place = divmod(index, len(self))
+        if len(self.datasets) == 1:
+            return self.datasets[0].sample(index)
+        if epoch != self._open:
+            random = numpy.random.RandomState(epoch_seed(self._seed, epoch))
+            self._order, self._open = random.permutation(numpy.arange(len(self), dtype=numpy.uint32)), epoch
+        place = int(self._order[place])
+        file = int(numpy.searchsorted(self._ends, place, side="right"))
+        dataset = self.datasets[file]
+        return dataset.sample(epoch * len(dataset) + place - int(self._ends[file]) + len(dataset))
+
+
+class MixtureSamples(Dataset):
+    """The first `count` samples of a run with named sources; on ranks that read no data it knows their order alone."""
+
+    def __init__(self, mixture: Mixture, members: list[SourceSamples], count: int) -> None:
+        self.mixture, self._members, self._count = mixture, members, count
+        self.datasets = list(chain.from_iterable(member.datasets for member in members))
+        self.weights: list[float] = []
+        """The shares of the datasets at the start, which sum to no particular number."""
+        for source, member in zip(mixture.sources, members):
+            weight = source.weight.at(mixture.first * mixture.seq_length)
+            self.weights += [weight * len(dataset) / len(member) for dataset in member.datasets]
+
+    @property
+    def config(self) -> SampleConfig:
+        """The configuration of the first dataset: all but the seed is the same in all."""
+        return self.datasets[0].config
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        source, index = self.mixture.at(number)
+        return self._members[source][index]
+
+
+class EvaluatedSamples(Dataset):
+    """The first `count` samples of a validation set, and then samples without loss until whole rounds are full.
+
+    A round is a micro-batch of every rank, in interleaved schedules one for every stage.
+    """
+
+    def __init__(self, member: SourceSamples | None, count: int, samples_per_round: int) -> None:
+        self._member, self.count = member, count
+        self._padded = -(-count // samples_per_round) * samples_per_round
+        self.datasets = [] if member is None else member.datasets
+
+    @property
+    def config(self) -> SampleConfig:
+        """The configuration of the first dataset."""
+        return self.datasets[0].config
+
+    def __len__(self) -> int:
+        return self._padded
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        assert self._member is not None, "this rank reads data"
+        sample = self._member[number if number < self.count else 0]
+        if number >= self.count:
+            sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
+        return sample
+
+
+def named_seed(seed: int, name: str) -> int:
+    """Return the seed of a named source's order, 0 to 2^32 - 1."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:4], "little")
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -390,6 +480,8 @@ def _arrays(folder: str) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name.endswith(".npy"))
 
 
+EngineBlend = tuple[list[str], list[float] | None]
+"""Prefixes, and their weights if they have any."""
 _ENGINE_LOG = "megatron.core.datasets.gpt_dataset"
 
 
@@ -433,12 +525,96 @@ def build_datasets(
         per_split = [_engine_blend(blend) if count > 0 else None for blend, count in zip(sources.per_split, samples)]
     if not sources.mock:
         cache = os.path.join(cache_folder(run, sources), name_of_cache(sources.prefixes()))
-    config = SampleConfig(
-        random_seed=run.training.seed,
-        sequence_length=run.model.seq_length,
+    config = _sample_config(
+        run,
+        tokenizer,
+        cache,
         blend=_engine_blend(sources.blend),
         blend_per_split=per_split,
         split=sources.split,
+    )
+    if config.split_matrix is not None:
+        # An unused split may have no document at all, for which the engine would count epochs without end.
+        config.split_matrix = [part if count > 0 else None for part, count in zip(config.split_matrix, samples)]
+        for split, part in enumerate(config.split_matrix):
+            if part is None and samples[split] > 0:
+                raise ConfigError(
+                    f"--split {sources.split} gives nothing to {SPLITS[split]}, of which {samples[split]} "
+                    "samples are needed"
+                )
+    train, valid, test = _built(run, config, list(samples), pg_collection)
+    return train, valid, test
+
+
+def build_named(
+    run: Run,
+    tokenizer: Tokenizer,
+    train_samples: int,
+    batch_samples: int,
+    samples_per_round: int,
+    *,
+    first: int = 0,
+    saved: dict[str, dict[str, Any]] | None = None,
+    pg_collection: ProcessGroups | None = None,
+) -> tuple[MixtureSamples | None, dict[str, EvaluatedSamples]]:
+    """Build the training data and the validation sets of `--data-config`, as `build_datasets` does those of paths.
+
+    Args:
+        train_samples: how many samples the whole run reads; 0: training has no dataset.
+        batch_samples: the samples of a global batch of evaluations; 0: nothing is evaluated.
+        samples_per_round: see `EvaluatedSamples`.
+        first: samples that the run has read before.
+        saved: what the checkpoint keeps of the sources there (`Mixture.state`).
+    """
+    named = read_sources(run.data).named
+    assert named is not None, "there is a file of --data-config"
+    wanted: list[Named] = [*(named.sources if train_samples else ())]
+    wanted += named.validation if batch_samples else ()
+    members: list[SourceSamples] = []
+    for one in wanted:
+        cache = os.path.join(cache_folder(run, read_sources(run.data)), name_of_cache(list(one.prefixes)))
+        seed = named_seed(run.training.seed, one.name)
+        part = int(isinstance(one, ValidationSet) and one.split is not None)
+        found = []
+        for prefix in one.prefixes:
+            blend = _engine_blend(Blend((prefix,), None))
+            config = _sample_config(run, tokenizer, cache, blend=blend, split=one.split or "1,0,0", seed=seed)
+            sizes: list[int | None] = [0, 0, 0]
+            sizes[part] = None
+            config.split_matrix = [each if i == part else None for i, each in enumerate(config.split_matrix)]
+            found.append(_built(run, config, sizes, pg_collection)[part])
+        if found[0] is not None:
+            members.append(SourceSamples(found, seed))
+    counts = [list(map(len, members))]
+    if torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(counts, src=0, group=host_group())
+    train, split_at = None, len(named.sources) if train_samples else 0
+    if train_samples:
+        mixture = Mixture(named.sources, counts[0][:split_at], run.model.seq_length, first, saved)
+        train = MixtureSamples(mixture, members[:split_at], train_samples)
+    sets = {}
+    for place, one in enumerate(wanted[split_at:], split_at):
+        assert isinstance(one, ValidationSet)
+        count = counts[0][place] if one.batches is None else min(one.batches * batch_samples, counts[0][place])
+        member = members[place] if members else None
+        sets[f"valid/{one.name}"] = EvaluatedSamples(member, count, samples_per_round)
+    return train, sets
+
+
+def _sample_config(
+    run: Run,
+    tokenizer: Tokenizer,
+    cache: str | None,
+    *,
+    blend: EngineBlend | None,
+    split: str | None,
+    blend_per_split: list[EngineBlend | None] | None = None,
+    seed: int | None = None,
+) -> SampleConfig:
+    """Return the engine's configuration of datasets; the run's seed by default."""
+    return SampleConfig(
+        random_seed=run.training.seed if seed is None else seed,
+        sequence_length=run.model.seq_length,
         path_to_cache=cache,
         mmap_bin_files=not run.data.no_mmap_bin_files,
         tokenizer=tokenizer,
@@ -450,30 +626,25 @@ def build_datasets(
         document_boundaries=run.data.document_boundaries,
         documents_apart=run.data.reset_attention_mask,
         positions_restart=run.data.reset_position_ids,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=split,
     )
-    if config.split_matrix is not None:
-        # An unused split may have no document at all, for which the engine would count epochs without end.
-        config.split_matrix = [part if count > 0 else None for part, count in zip(config.split_matrix, samples)]
-        for split, part in enumerate(config.split_matrix):
-            if part is None and samples[split] > 0:
-                raise ConfigError(
-                    f"--split {sources.split} gives nothing to {SPLITS[split]}, of which {samples[split]} "
-                    "samples are needed"
-                )
+
+
+def _built(run: Run, config: SampleConfig, samples: list, pg_collection: ProcessGroups | None) -> list[Any]:
+    """Return the engine's datasets of the three splits. Collective: rank 0 writes the index caches."""
+    is_mock = run.data.mock_data
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
     caches = config.path_to_cache if is_first else None
-    with verified_caches(caches), _quiet(_ENGINE_LOG if sources.mock else None):
+    with verified_caches(caches), _quiet(_ENGINE_LOG if is_mock else None):
         builder = BlendedMegatronDatasetBuilder(
-            EpochsOfMockSamples if sources.mock else EpochsOfSamples,
-            list(samples),
-            lambda: reads_data(run, pg_collection),
-            config,
+            EpochsOfMockSamples if is_mock else EpochsOfSamples, samples, lambda: reads_data(run, pg_collection), config
         )
-        train, valid, test = builder.build()
-    return train, valid, test
+        return builder.build()
 
 
-def _engine_blend(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:
+def _engine_blend(blend: Blend | None) -> EngineBlend | None:
     if blend is None:
         return None
     return list(blend.prefixes), None if blend.weights is None else list(blend.weights)

@@ -226,7 +226,7 @@ def _draw_loss(panel: Axes, history: History, unigram_entropy: float | None) -> 
         smooth = running_mean(losses, reach)
         smooth[-reach // 2 :] = np.nan  # so near the end it is a mean of few, and would show their noise as a trend
         panel.plot(history.iterations, smooth, color=_TRAIN, lw=1.8, label="train (running mean)")
-    for split, colour in _SPLITS.items():
+    for split in dict.fromkeys((*_SPLITS, *(record.split for record in history.evaluations))):
         x, y = [], []
         for record in history.evaluations:
             if record.split == split:
@@ -234,7 +234,7 @@ def _draw_loss(panel: Axes, history: History, unigram_entropy: float | None) -> 
                 y.append(record.loss)
         if y:
             label = f"{split} (last {y[-1]:.3f})"
-            panel.plot(x, y, "o-", color=colour, ms=5, lw=1.0, label=label, zorder=3, clip_on=False)
+            panel.plot(x, y, "o-", color=_SPLITS.get(split), ms=5, lw=1.0, label=label, zorder=3, clip_on=False)
     if unigram_entropy is not None:
         label = f"unigram entropy {unigram_entropy:.3f}"
         panel.axhline(unigram_entropy, color=_ENTROPY, ls=(0, (5, 3)), lw=1.2, label=label)

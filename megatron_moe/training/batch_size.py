@@ -37,13 +37,18 @@ class BatchSchedule:
         return min(self.final, start + consumed_samples * increments // samples * increment)
 
     @property
+    def samples_per_micro_batch(self) -> int:
+        """Sequences of one micro-batch of all ranks."""
+        return self.micro_batch_size * self.data_parallel_size
+
+    @property
     def final_micro_batches(self) -> int:
         """Micro-batches per rank of a global batch after any ramp-up."""
-        return self.final // (self.micro_batch_size * self.data_parallel_size)
+        return self.final // self.samples_per_micro_batch
 
     def num_micro_batches(self, consumed_samples: int) -> int:
         """Return the number of micro-batches of the next step, per rank."""
-        return self.global_batch_size(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
+        return self.global_batch_size(consumed_samples) // self.samples_per_micro_batch
 
     def samples_after(self, steps: int, consumed: int = 0) -> int:
         """Return how many sequences are consumed when so many further steps are done."""

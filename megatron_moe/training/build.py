@@ -21,7 +21,7 @@ from megatron_moe.checkpoint.state import TrainingProgress, TrainState
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import chat_template
-from megatron_moe.data.datasets import build_datasets
+from megatron_moe.data.datasets import build_datasets, build_named
 from megatron_moe.data.index_file import label_entropy
 from megatron_moe.hf.importing import fill
 from megatron_moe.io.program import say
@@ -100,15 +100,12 @@ def build_trainer(
     trained_on = 0 if run.training.skip_train else planned.schedule.samples_after(steps_left, progress.consumed_samples)
     evaluated = run.training.eval_iters * planned.schedule.final
     tested = evaluated if evaluates_test_split(run) else 0
-    splits = Splits(
-        *parts.datasets(run, planned.vocab_size, trained_on, evaluated)
-        or build_datasets(run, planned.tokenizer, trained_on, evaluated, tested, pg_collection=ranks.pg_collection)
-    )
+    splits = _build_splits(planned, ranks, parts, trained_on, evaluated, tested, progress)
     is_writer = ranks.facts.rank == 0
     # The entropy of the tokens that the validation predicts, under their own frequencies, where rank 0 reads them.
     unigram_entropy = None
-    if is_writer and evaluated and splits.valid is not None and parts.data is None:
-        unigram_entropy = label_entropy(splits.valid, evaluated)
+    if is_writer and evaluated and splits.evaluated.get("valid") is not None and parts.data is None:
+        unigram_entropy = label_entropy(splits.evaluated["valid"], evaluated)
     reporter = Reporter(run, is_writer=is_writer, start_iteration=progress.iteration, also=also, page_sink=page_sink)
     resources.enter_context(reporter)
     if ranks.watchdog is not None:
@@ -125,8 +122,10 @@ def build_trainer(
         where = SaveTarget.of(run, lock=ranks.lock, loaded=loaded_step, origin=built.origin)
         saver = Saver(run, where, reporter.event, saved)
     evaluation_pending = bool(resumed.get("evaluation_owed"))
+    at_start = run.training.eval_at_start and progress.iteration == 0 and not run.training.skip_train
     if evaluation_pending:  # the loaded step was saved before it; without a metrics file it is made again
-        evaluation_pending = bool(max_over_ranks(is_writer and not reporter.has_evaluated("valid"))[0])
+        has_all = all(map(reporter.has_evaluated, splits.validation))
+        evaluation_pending = bool(max_over_ranks(is_writer and not has_all)[0])
     trainer = Trainer(
         run=run,
         rank_facts=ranks.facts,
@@ -156,7 +155,7 @@ def build_trainer(
         checkpoint_warnings=planned.start_from.warnings,
         progress=progress,
         saved=saved,
-        evaluation_pending=evaluation_pending,
+        evaluation_pending=evaluation_pending or at_start,
         records=deque(resumed.get("records", []), maxlen=RECORDS_KEPT),
         graphs=replay_graphs(run, built.trained.model),
     )
@@ -224,6 +223,38 @@ def _build_and_load(planned: RunPlan, ranks: RunRanks, parts: ProgramParts) -> L
     elif source is not None:
         comes_from, notes = on_rank_zero(lambda: origin.of_step(source.step, source.state)) or (comes_from, notes)
     return LoadedModel(trained, guard, loaded, comes_from, notes)
+
+
+def _build_splits(
+    planned: RunPlan,
+    ranks: RunRanks,
+    parts: ProgramParts,
+    trained_on: int,
+    evaluated: int,
+    tested: int,
+    progress: TrainingProgress,
+) -> Splits:
+    """Build the datasets, of so many samples each."""
+    run, source = planned.run, planned.start_from.source
+    if run.data.data_config is not None:
+        state = {}
+        if source is not None and progress.consumed_samples:
+            state = source.state
+        train, sets = build_named(
+            run,
+            planned.tokenizer,
+            trained_on,
+            evaluated // max(run.training.eval_iters, 1),
+            planned.schedule.samples_per_micro_batch * ranks.pg_collection.pp.size(),
+            first=progress.consumed_samples,
+            saved=state.get("sources"),
+            pg_collection=ranks.pg_collection,
+        )
+        return Splits(train, sets)
+    trained, valid, test = parts.datasets(run, planned.vocab_size, trained_on, evaluated) or build_datasets(
+        run, planned.tokenizer, trained_on, evaluated, tested, pg_collection=ranks.pg_collection
+    )
+    return Splits(trained, {"valid": valid, "test": test})
 
 
 def _check_loaded(start: str, run: Run, trained: TrainState, guard: PrecisionGuard, ranks: RunRanks) -> None:

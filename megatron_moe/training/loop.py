@@ -18,6 +18,7 @@ def train(trainer: Trainer, callbacks: Sequence[Callback]) -> None:
         RunFault: a callback found that the run cannot go on, on all ranks.
         SaveError: a checkpoint could not be written, and `--on-save-error` is stop or it was the last.
     """
+    trainer.stop_at_end_of_sources()
     trained, consumed = trainer.trained, trainer.progress.consumed_samples
     batches: list[BatchIterator] = []
     if not trainer.finished:

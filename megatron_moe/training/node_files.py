@@ -62,6 +62,8 @@ def require_one_view(planned: RunPlan, ranks: RankFacts) -> list[str]:
     identities: dict[str, tuple[int, ...] | None] = {}
     # The tokenizer's files are compared by their hash.
     paths: list[str | Path] = []
+    if planned.run.data.data_config is not None:
+        paths.append(planned.run.data.data_config)
     for prefix in planned.data:
         paths += [f"{prefix}.bin", f"{prefix}.idx"]
         if os.path.exists(sidecar_path(prefix)):
@@ -149,8 +151,9 @@ def shared_folders(run: Run) -> Iterator[tuple[str, Path]]:
     """Yield the folders that rank 0 writes and other nodes read, each with the flag that names it."""
     if run.checkpoint.save is not None:
         yield f"--save {run.checkpoint.save}", Path(run.checkpoint.save)
-    if run.data.data_path is not None or run.data.train_data_path is not None:
-        cache = cache_folder(run, read_sources(run.data))
+    sources = read_sources(run.data)
+    if not sources.mock:
+        cache = cache_folder(run, sources)
         given = run.data.data_cache_path is not None
         yield f"--data-cache-path {cache}" + ("" if given else ", the default"), Path(cache)
 

@@ -238,7 +238,7 @@ def same_data_notes(run: Run, data: Fingerprint, start_from: CheckpointPlan) -> 
     saved, notes = source.state.get("data", {}), []
     if run.data.mock_data and (other := other_source(source.state.get("versions", {}))):
         notes.append(f"WARNING: --mock-data: {source.step} is of another version, which may draw other tokens: {other}")
-    return notes + require_same_samples(run, data, source.config, saved, str(source.step))
+    return notes + require_same_samples(run, data, source.config, saved, str(source.step), source.state.get("sources"))
 
 
 def evaluates_test_split(run: Run) -> bool:

@@ -218,8 +218,8 @@ def _summary(trainer: Trainer, tokenizer: Tokenizer, stop: StopSignals) -> dict[
     if trainer.stop_reason is None or not trainer.stop_reason.urgent:
         try:
             run, check = trainer.run, stop_check(trainer.run, stop)
-            for split in ("valid", "test"):
-                if run.training.eval_iters and (split == "valid" or evaluates_test_split(run)):
+            for split in trainer.splits.evaluated:
+                if run.training.eval_iters and (split != "test" or evaluates_test_split(run)):
                     summary[f"{split}_loss"] = evaluate_split(trainer, split, check).loss
             if run.logging.sample_prompt is not None:
                 if check is not None:

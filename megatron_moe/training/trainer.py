@@ -11,6 +11,7 @@ from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.state import TrainingProgress, TrainState
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import Fingerprint
+from megatron_moe.data.mixture import Mixture
 from megatron_moe.engine.cuda_graphs import CudaGraphs
 from megatron_moe.parallel.groups import RankFacts
 from megatron_moe.precision.contract import PrecisionGuard
@@ -44,11 +45,23 @@ class StopReason:
 
 @dataclass(frozen=True)
 class Splits:
-    """The engine's datasets; None where a split is not used."""
+    """The datasets of a run.
+
+    train: None where nothing is trained. evaluated: by name, `valid` and `test`, or `valid/NAME` of named sets.
+    """
 
     train: Any
-    valid: Any
-    test: Any
+    evaluated: dict[str, Any]
+
+    @property
+    def mixture(self) -> Mixture | None:
+        """The named sources of what is trained, on every rank; None without names."""
+        return getattr(self.train, "mixture", None)
+
+    @property
+    def validation(self) -> list[str]:
+        """The names of what is evaluated at intervals."""
+        return [name for name in self.evaluated if name != "test"]
 
 
 @dataclass(kw_only=True)
@@ -122,6 +135,15 @@ class Trainer:
         self.saved = None
         options = self.run.training
         self.evaluation_pending = options.eval_iters > 0 and self.is_due(options.eval_interval)
+        self.stop_at_end_of_sources()
+
+    def stop_at_end_of_sources(self) -> None:
+        """End the run where its sources have no whole global batch any more."""
+        mixture, consumed = self.splits.mixture, self.progress.consumed_samples
+        if mixture is None or self.finished or self.stop_reason is not None:
+            return
+        if not mixture.lasts(consumed + self.schedule.global_batch_size(consumed)):
+            self.end_run("(a source of --data-config ended)")
 
     def require_sinks(self) -> None:
         """Raise on all ranks what a program's own sink raised on one. Collective where the program has some.

@@ -1,5 +1,6 @@
 """A whole run on the pool's ranks learns, and its logged counts are the oracle of the bias."""
 
+import json
 from typing import Any
 
 import pytest
@@ -87,3 +88,47 @@ def test_skip_train_evaluates_both_splits_as_the_training_did_on_every_layout_an
     del files[root / "metrics.eval.jsonl"]
     assert files == {path: path.read_bytes() for path in files}
     assert {path for path in root.rglob("*") if path.is_file()} == {*files, root / "metrics.eval.jsonl"}
+
+
+def test_named_sources_go_on_with_other_ranks_batches_and_weights_and_sets_have_one_loss(gloo, tmp_path):
+    root, metrics = tmp_path / "c", tmp_path / "metrics.jsonl"
+    documents = [[(place * step) % 90 for place in range(40)] for step in range(1, 21)]
+    a, b = ids(tmp_path, "a", documents, 100), ids(tmp_path, "b", documents[::-1], 100)
+
+    def write(weight: float, end: str = "") -> None:
+        (tmp_path / "data.yaml").write_text(
+            f"sources:\n  a: {{path: {a}, weight: {weight}, split: '7,3,0'}}\n  b: {{path: {b}, weight: 1{end}}}\n"
+            f"validation:\n  whole: {{path: {a}, split: '7,3,0'}}\n  part: {{path: {b}, batches: 1}}\n"
+        )
+
+    def run(ranks: int = 1, **changes: Any) -> dict[str, Any]:
+        return gloo.run(ranks, trained, flags={**flags, **changes})[0]
+
+    def hashes(first: int, last: int) -> tuple[int, ...]:
+        """The sums of the halves of the samples' hashes, over the steps from `first` to `last`."""
+        found = [step["data_hash"] for step in lines(metrics) if first <= step["iteration"] <= last]
+        return tuple(sum(int(each[at : at + 8], 16) for each in found) % 2**32 for at in (0, 8))
+
+    write(3)
+    flags = {**SHORT, "moe_layer_freq": "[0,1]", "seq_length": 8, "mock_data": False, "vocab_size": 100}
+    flags |= {"data_config": str(tmp_path / "data.yaml"), "tokenizer_type": "NullTokenizer", "eval_iters": 1}
+    flags |= {"global_batch_size": 4, "micro_batch_size": 2, "metrics_file": str(metrics)}
+    run(train_iters=8)
+    whole = hashes(5, 8)
+    flags |= {"save": str(root), "load": str(root)}
+    metrics = tmp_path / "pieces.jsonl"
+    flags |= {"metrics_file": str(metrics)}
+    wanted = run(train_iters=4, eval_at_start=True)
+    evaluated = [(line["iteration"], line["split"]) for line in lines(tmp_path / "pieces.eval.jsonl")]
+    assert evaluated == [(step, f"valid/{name}") for step in (0, 4) for name in ("whole", "part")]
+    for layout in ({**EP2, **DISTRIBUTED}, PP2):
+        found = run(2, train_iters=4, skip_train=True, save=None, **layout)
+        for name in ("valid/whole_loss", "valid/part_loss"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-6)
+    run(2, train_iters=6, global_batch_size=8)
+    assert hashes(5, 6) == whole
+    write(0.5, ", epochs: 0.5, when_done: stop")
+    summary = run(train_iters=999, global_batch_size=8)
+    assert summary["iterations"] < 20
+    state = json.loads((root / f"iter_{summary['iterations']:07d}" / "state.json").read_text())
+    assert sum(facts["samples"] for facts in state["sources"].values()) == state["consumed_samples"]

@@ -21,7 +21,7 @@ _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 def one_data_source(run: Run) -> None:
     """Require one source of tokens: made up, one blend that is split, or one blend per split."""
     per_split = set_among(run, _SPLIT_PATHS)
-    sources = set_among(run, ("mock_data", "program_data", "data_path")) + per_split[:1]
+    sources = set_among(run, ("mock_data", "program_data", "data_config", "data_path")) + per_split[:1]
     if not sources:
         raise Refusal(
             ("data_path", "train_data_path", "mock_data"),
@@ -72,8 +72,8 @@ def split_is_three_shares(run: Run) -> None:
     text = run.data.split
     if text is None:
         return
-    if set_among(run, _SPLIT_PATHS):
-        raise Refusal(("split", *set_among(run, _SPLIT_PATHS)), "each split has its own data; drop --split")
+    if per_split := set_among(run, ("data_config", *_SPLIT_PATHS)):
+        raise Refusal(("split", *per_split), "each split has its own data; drop --split")
     shares = [share for share in map(_number, text.split(",")) if share is not None and 0 <= share < math.inf]
     if len(shares) != 3 or text.count(",") != 2 or not shares[0]:
         raise Refusal(("split",), "takes three shares with commas, train's above 0; e.g. --split 969,30,1")
@@ -103,7 +103,7 @@ refuse(
 def tokenizer_is_given(run: Run) -> None:
     """Require a tokenizer, which has the vocabulary; made-up tokens need its size alone."""
     made = set_among(run, ("mock_data", "program_data"))
-    if run.data.tokenizer_type is not None or not (made or set_among(run, ("data_path", *_SPLIT_PATHS))):
+    if run.data.tokenizer_type is not None or not (made or set_among(run, ("data_config", "data_path", *_SPLIT_PATHS))):
         return
     if not made:
         raise Refusal(

@@ -100,6 +100,8 @@ def save(trainer: Trainer) -> None:
         facts["program"] = trainer.program
     if trainer.precision_warnings:
         facts["precision_warnings"] = trainer.precision_warnings
+    if trainer.splits.mixture is not None:
+        facts["sources"] = trainer.splits.mixture.state(trainer.progress.consumed_samples)
     if trainer.evaluation_pending:
         facts["evaluation_owed"] = True
     trainer.reporter.flush()

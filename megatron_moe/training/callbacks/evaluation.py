@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import batch_iterators
+from megatron_moe.data.datasets import EvaluatedSamples
 from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.callbacks.profiler import collected
@@ -80,7 +81,7 @@ def stop_check(run: Run, stop: StopSignals) -> Callable[[], None] | None:
 
 
 class Evaluation(Callback):
-    """Evaluates the validation split every `--eval-interval`.
+    """Evaluates the validation split, or every named set, each `--eval-interval`.
 
     A step is saved before it is evaluated: an evaluation may take long, and is stopped by what stops training.
     """
@@ -101,7 +102,8 @@ class Evaluation(Callback):
         trainer = self.trainer
         if trainer.evaluation_pending and trainer.run.training.eval_iters:
             try:
-                evaluate_split(trainer, "valid", stop_check(trainer.run, self._stop))
+                for split in trainer.splits.validation:
+                    evaluate_split(trainer, split, stop_check(trainer.run, self._stop))
             except StopAsked as asked:
                 trainer.stop_reason = asked.reason
                 return
@@ -109,10 +111,14 @@ class Evaluation(Callback):
 
 
 def evaluate_split(trainer: Trainer, split: str, between: Callable[[], None] | None = None) -> EvalRecord:
-    """Return and report the mean loss over the first `--eval-iters` global batches of a split; see `evaluate`."""
+    """Return and report the mean loss over a split's first `--eval-iters` global batches, or a named set's own."""
     run, iteration = trainer.run, trainer.progress.iteration
     groups = trainer.trained.pg_collection
-    batches = batch_iterators(getattr(trainer.splits, split), run, consumed_samples=0, pg_collection=groups)
+    dataset, schedule = trainer.splits.evaluated[split], trainer.schedule
+    num_micro_batches = run.training.eval_iters * schedule.final_micro_batches
+    if isinstance(dataset, EvaluatedSamples):
+        num_micro_batches = len(dataset) // schedule.samples_per_micro_batch
+    batches = batch_iterators(dataset, run, consumed_samples=0, pg_collection=groups)
     for iterator in batches:
         iterator.observer = lambda _: trainer.at(f"iteration {iteration}, evaluation ({split})")
     with collected(run.training):
@@ -121,7 +127,7 @@ def evaluate_split(trainer: Trainer, split: str, between: Callable[[], None] | N
             batches,
             split=split,
             iteration=iteration,
-            num_micro_batches=run.training.eval_iters * trainer.schedule.final_micro_batches,
+            num_micro_batches=num_micro_batches,
             micro_batch_size=run.training.micro_batch_size,
             seq_length=run.model.seq_length,
             pg_collection=groups,
