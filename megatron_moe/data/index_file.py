@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,18 +200,13 @@ def _check_content(
         )
 
 
-def label_entropy(dataset: Any, num_samples: int) -> float:
-    """Return the entropy in nats per token of the labels that count in the first `num_samples` samples of a dataset.
+def label_counts(dataset: Sequence[Mapping[str, Any]], num_samples: int) -> numpy.ndarray:
+    """Return how often each id is a label that counts in the first `num_samples` samples of a dataset, int64 [V].
 
-    These are the tokens that an evaluation over those samples predicts. Their entropy under their own frequencies,
-    -sum_v p_v ln p_v with p_v = count_v / total (Shannon 1948), is the lowest loss that a model without context can
-    reach.
+    These are the tokens that an evaluation over those samples predicts; V is the largest such id and 1.
 
     Args:
         dataset: samples with `labels` int64 [S] and `loss_mask` float [S].
-
-    Raises:
-        ValueError: no label counts.
     """
     counts: numpy.ndarray = numpy.zeros(0, dtype=numpy.int64)
     for i in range(num_samples):
@@ -219,6 +214,18 @@ def label_entropy(dataset: Any, num_samples: int) -> float:
         new = numpy.bincount(sample["labels"][sample["loss_mask"] > 0].numpy(), minlength=len(counts))
         new[: len(counts)] += counts
         counts = new
+    return counts
+
+
+def label_entropy(counts: numpy.ndarray) -> float:
+    """Return the entropy in nats per token of labels with these counts.
+
+    It is -sum_v p_v ln p_v with p_v = count_v / total (Shannon 1948), the lowest loss that a model without context can
+    reach.
+
+    Raises:
+        ValueError: no label counts.
+    """
     total = int(counts.sum())
     if total <= 0:
         raise ValueError("the entropy of no tokens is not defined")

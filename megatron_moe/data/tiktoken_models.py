@@ -112,6 +112,9 @@ class RankedTokenizer(Tokenizer):
                 ids.extend(self._model.encode(part, add_special_tokens=False).ids)
         return ids
 
+    def byte_lengths(self) -> list[int]:
+        return [len(self._bytes.get(token, b"")) for token in range(self.vocab_size)]
+
     def detokenize(self, ids: Iterable[int]) -> str:
         return decode_runs(
             ids,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 REPLACEMENT = "\ufffd"
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer(ABC):
@@ -53,6 +55,13 @@ class Tokenizer(ABC):
         Special tokens are left out. An id outside the vocabulary (a model's padded vocabulary has some) and a byte
         sequence that is not UTF-8 become U+FFFD, so that any generated ids can be decoded.
         """
+
+    def byte_lengths(self) -> list[int] | None:
+        """Return how many UTF-8 bytes of a text each id stands for, 0 for special tokens; None where that is unknown.
+
+        SentencePiece's models may put a space before a text: their ids then have one byte more than it.
+        """
+        return None
 
     def remedy(self, sha256: str) -> str:
         """Return what to add to the refusal of data, or of a model, whose tokenizer has another hash."""
@@ -118,6 +127,13 @@ class SentencePieceTokenizer(Tokenizer):
     def detokenize(self, ids: Iterable[int]) -> str:
         return decode_runs(ids, self.vocab_size, self._model.decode)
 
+    def byte_lengths(self) -> list[int]:
+        lengths = []
+        for token in range(self.vocab_size):
+            is_text = not (self._model.is_control(token) or self._model.is_unknown(token))
+            lengths.append(_piece_bytes(self._model.id_to_piece(token)) if is_text else 0)
+        return lengths
+
 
 class _LibraryTokenizer(Tokenizer):
     """A tokenizer that the tokenizers library runs."""
@@ -138,6 +154,22 @@ class _LibraryTokenizer(Tokenizer):
     def fast_tokenizer(self) -> tokenizers.Tokenizer:
         """Return the tokenizer of the tokenizers library."""
         return self._model
+
+    def byte_lengths(self) -> list[int] | None:
+        decoder = json.loads(self._model.to_str())["decoder"] or {}
+        kinds = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
+        if "ByteLevel" in kinds:
+            count: Callable[[str], int] = len  # a letter for each byte
+        elif "ByteFallback" in kinds:
+            count = _piece_bytes
+        else:
+            return None
+        lengths = [0] * self.vocab_size
+        for text, token in self._model.get_vocab(with_added_tokens=False).items():
+            lengths[token] = count(text)
+        for token, added in self._model.get_added_tokens_decoder().items():
+            lengths[token] = 0 if added.special else len(added.content.encode())
+        return lengths
 
 
 class HuggingFaceTokenizer(_LibraryTokenizer):
@@ -244,6 +276,9 @@ class ByteTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
+    def byte_lengths(self) -> list[int]:
+        return [1] * self.eod + [0]
+
     def detokenize(self, ids: Iterable[int]) -> str:
         return decode_runs(
             ids, self.vocab_size, lambda run: bytes(i for i in run if i != self.eod).decode("utf-8", errors="replace")
@@ -308,6 +343,11 @@ def decode_runs(ids: Iterable[int], vocab_size: int, decode: Callable[[list[int]
     if run:
         pieces.append(decode(run))
     return "".join(pieces)
+
+
+def _piece_bytes(piece: str) -> int:
+    """Return the bytes that a piece of SentencePiece's stands for: one of a byte piece, and of U+2581, a space."""
+    return 1 if _BYTE_PIECE.fullmatch(piece) else len(piece.replace("\u2581", " ").encode())
 
 
 def _special_token(

@@ -120,8 +120,9 @@ class ConsoleSink(Sink):
             )
             return
         perplexity = math.exp(min(record.loss, 700.0))
+        bits = "" if record.bits_per_byte is None else f"{record.bits_per_byte:.4f} bits per byte, "
         self._write(
-            f"{clock} {record.split} loss {record.loss:.4f} nats per token, perplexity {perplexity:,.4g}, "
+            f"{clock} {record.split} loss {record.loss:.4f} nats per token, perplexity {perplexity:,.4g}, {bits}"
             f"after {record.iteration} iterations ({record.tokens:,} tokens, {duration_text(record.seconds)})"
         )
 

@@ -40,6 +40,7 @@ def to_json(record: StepRecord | EvalRecord | EventRecord) -> dict[str, Any]:
         line.update(record.facts)
     elif isinstance(record, EvalRecord):
         line = dataclasses.asdict(record)
+        line["bits_per_byte"] = record.bits_per_byte
         line["loss_hex"] = float(record.loss).hex()
     else:
         line = record.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,7 @@ class StepRecord:
 class EvalRecord:
     """One pass over a split: the mean loss in nats per token over `tokens` tokens, after `iteration` steps.
 
+    bytes: of the text of these tokens; None where the tokenizer does not tell, and in lines of older versions.
     time, run_id, attempt: as in the record of a step; None in lines of older versions.
     """
 
@@ -90,6 +92,12 @@ class EvalRecord:
     time: str | None = None
     run_id: str | None = None
     attempt: int | None = None
+    bytes: int | None = None
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss of the text in bits per byte, which models with other tokenizers can be compared by."""
+        return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
 
 EVENTS = ("start", "loaded", "saved", "fault", "warning", "stop", "end", "message")

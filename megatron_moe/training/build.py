@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from megatron_moe import platform
 from megatron_moe.checkpoint import origin
 from megatron_moe.checkpoint.errors import on_rank_zero
@@ -22,7 +24,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import chat_template
 from megatron_moe.data.datasets import build_datasets, build_named
-from megatron_moe.data.index_file import label_entropy
+from megatron_moe.data.index_file import label_counts, label_entropy
 from megatron_moe.hf.importing import fill
 from megatron_moe.io.program import say
 from megatron_moe.kernels import choice
@@ -102,10 +104,9 @@ def build_trainer(
     tested = evaluated if evaluates_test_split(run) else 0
     splits = _build_splits(planned, ranks, parts, trained_on, evaluated, tested, progress)
     is_writer = ranks.facts.rank == 0
-    # The entropy of the tokens that the validation predicts, under their own frequencies, where rank 0 reads them.
-    unigram_entropy = None
-    if is_writer and evaluated and splits.evaluated.get("valid") is not None and parts.data is None:
-        unigram_entropy = label_entropy(splits.evaluated["valid"], evaluated)
+    unigram_entropy, predicted_bytes = None, dict[str, int]()
+    if is_writer and evaluated and parts.data is None:
+        unigram_entropy, predicted_bytes = _predicted_text(planned, splits, evaluated)
     reporter = Reporter(run, is_writer=is_writer, start_iteration=progress.iteration, also=also, page_sink=page_sink)
     resources.enter_context(reporter)
     if ranks.watchdog is not None:
@@ -151,6 +152,7 @@ def build_trainer(
         watchdog=ranks.watchdog,
         saver=saver,
         unigram_entropy=unigram_entropy,
+        predicted_bytes=predicted_bytes,
         precision_warnings=built.loaded.precision_warnings,
         checkpoint_warnings=planned.start_from.warnings,
         progress=progress,
@@ -223,6 +225,20 @@ def _build_and_load(planned: RunPlan, ranks: RunRanks, parts: ProgramParts) -> L
     elif source is not None:
         comes_from, notes = on_rank_zero(lambda: origin.of_step(source.step, source.state)) or (comes_from, notes)
     return LoadedModel(trained, guard, loaded, comes_from, notes)
+
+
+def _predicted_text(planned: RunPlan, splits: Splits, evaluated: int) -> tuple[float | None, dict[str, int]]:
+    """Return what an evaluation of each split predicts: entropy of the unnamed one's tokens, and bytes of the texts."""
+    entropy, predicted_bytes = None, {}
+    lengths = planned.tokenizer.byte_lengths()
+    for name in splits.validation:
+        dataset = splits.evaluated[name]
+        counts = label_counts(dataset, getattr(dataset, "count", evaluated))
+        if lengths is not None:
+            predicted_bytes[name] = int(counts[: len(lengths)] @ numpy.array(lengths)[: len(counts)])
+        if name == "valid":
+            entropy = label_entropy(counts)
+    return entropy, predicted_bytes
 
 
 def _build_splits(

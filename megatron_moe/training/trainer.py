@@ -96,6 +96,8 @@ class Trainer:
     """Writes the checkpoints of a run that has `--save`."""
     unigram_entropy: float | None
     """Entropy of the validation's tokens in nats; known to rank 0."""
+    predicted_bytes: dict[str, int]
+    """Bytes of the text that an evaluation of a split predicts, where rank 0 knows them."""
     precision_warnings: list[str]
     """fp32 state that was rounded before it came into this run; shown at the start, kept in every checkpoint."""
     checkpoint_warnings: list[str]

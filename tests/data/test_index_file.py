@@ -14,7 +14,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.data.index_file import HEADER_BYTES, label_entropy, open_index
+from megatron_moe.data.index_file import HEADER_BYTES, label_counts, label_entropy, open_index
 from tests.config.refused import refused
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
@@ -133,7 +133,8 @@ def test_chunks_cover_all_tokens_in_order(prefix, monkeypatch):
 
 def test_label_entropy_in_nats_counts_what_an_evaluation_predicts():
     def of(count: int, *samples: tuple[list[int], list[float]]) -> float:
-        return label_entropy([{"labels": torch.tensor(a), "loss_mask": torch.tensor(b)} for a, b in samples], count)
+        dataset = [{"labels": torch.tensor(a), "loss_mask": torch.tensor(b)} for a, b in samples]
+        return label_entropy(label_counts(dataset, count))
 
     every = [1.0, 1.0, 1.0]
     samples = ([1, 1, 2], [1.0, 1.0, 0.0]), ([3, 3, 9], every), ([50, 50, 50], every)

@@ -136,6 +136,7 @@ def test_bytes_that_are_no_text_become_replacement_characters():
     euro = list("€".encode())
     assert tokenizer.detokenize([*euro[:2], BASE + 1, euro[2]]) == "\ufffd\ufffd\ufffd"
     assert tokenizer.detokenize(euro) == "€"
+    assert sum(tokenizer.byte_lengths()[token] for token in euro) == 3
 
 
 def test_a_kimi_folder_has_its_special_tokens_and_vocabulary(tmp_path):

@@ -93,6 +93,16 @@ def test_awkward_text_comes_back_from_bytes_and_from_byte_level_bpe(huggingface_
             assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
+def test_the_bytes_of_ids_add_up_to_those_of_the_text(trained, huggingface_file, gpt2_files, sources):
+    others = [HuggingFaceTokenizer(huggingface_file), GPT2BPETokenizer(*gpt2_files), ByteTokenizer()]
+    for tokenizer in (SentencePieceTokenizer(trained), *others):
+        lengths = tokenizer.byte_lengths()
+        assert len(lengths) == tokenizer.vocab_size and lengths[tokenizer.eod] == 0
+        for text in (*sources[:3], "naïve 日本語 🙂\n"):
+            assert sum(lengths[token] for token in tokenizer.tokenize(text)) == len(text.encode())
+    assert NullTokenizer(50).byte_lengths() is None
+
+
 def test_gpt2_gives_the_ids_of_transformers(gpt2_files, sources):
     from transformers import GPT2TokenizerFast
 

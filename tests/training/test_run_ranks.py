@@ -1,12 +1,14 @@
 """A whole run on the pool's ranks learns, and its logged counts are the oracle of the bias."""
 
 import json
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_moe.config.schema import build
+from tests.data import prepared
 from tests.data.prepared import ids
 from tests.helpers import model_cases
 from tests.helpers.rows import rows
@@ -90,10 +92,18 @@ def test_skip_train_evaluates_both_splits_as_the_training_did_on_every_layout_an
     assert {path for path in root.rglob("*") if path.is_file()} == {*files, root / "metrics.eval.jsonl"}
 
 
+@pytest.mark.test_all(
+    instead="tests/data/test_mixture.py::test_a_sample_of_a_source_depends_on_seed_name_and_number_alone"
+)
 def test_named_sources_go_on_with_other_ranks_batches_and_weights_and_sets_have_one_loss(gloo, tmp_path):
     root, metrics = tmp_path / "c", tmp_path / "metrics.jsonl"
-    documents = [[(place * step) % 90 for place in range(40)] for step in range(1, 21)]
-    a, b = ids(tmp_path, "a", documents, 100), ids(tmp_path, "b", documents[::-1], 100)
+
+    def text(name: str) -> str:
+        documents = [name.join(f"{place * step} " for place in range(12)) for step in range(1, 6)]
+        (tmp_path / name).write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+        return prepared.run([tmp_path / name], tmp_path / f"data_{name}")
+
+    a, b = text("a.jsonl"), text("b.jsonl")
 
     def write(weight: float, end: str = "") -> None:
         (tmp_path / "data.yaml").write_text(
@@ -110,8 +120,8 @@ def test_named_sources_go_on_with_other_ranks_batches_and_weights_and_sets_have_
         return tuple(sum(int(each[at : at + 8], 16) for each in found) % 2**32 for at in (0, 8))
 
     write(3)
-    flags = {**SHORT, "moe_layer_freq": "[0,1]", "seq_length": 8, "mock_data": False, "vocab_size": 100}
-    flags |= {"data_config": str(tmp_path / "data.yaml"), "tokenizer_type": "NullTokenizer", "eval_iters": 1}
+    flags = {**SHORT, "moe_layer_freq": "[0,1]", "seq_length": 8, "mock_data": False, "eval_iters": 1}
+    flags |= {"data_config": str(tmp_path / "data.yaml")}
     flags |= {"global_batch_size": 4, "micro_batch_size": 2, "metrics_file": str(metrics)}
     run(train_iters=8)
     whole = hashes(5, 8)
@@ -119,12 +129,16 @@ def test_named_sources_go_on_with_other_ranks_batches_and_weights_and_sets_have_
     metrics = tmp_path / "pieces.jsonl"
     flags |= {"metrics_file": str(metrics)}
     wanted = run(train_iters=4, eval_at_start=True)
-    evaluated = [(line["iteration"], line["split"]) for line in lines(tmp_path / "pieces.eval.jsonl")]
-    assert evaluated == [(step, f"valid/{name}") for step in (0, 4) for name in ("whole", "part")]
+    found = lines(tmp_path / "pieces.eval.jsonl")
+    for line in found:  # nearly every token is a byte, the others end documents
+        assert 0.9 * line["tokens"] < line["bytes"] <= line["tokens"]
+        assert line["bits_per_byte"] == pytest.approx(line["loss"] / math.log(2) * line["tokens"] / line["bytes"])
+    names = ["valid/whole", "valid/part"]
+    assert [(line["iteration"], line["split"]) for line in found] == [(step, name) for step in (0, 4) for name in names]
     for layout in ({**EP2, **DISTRIBUTED}, PP2):
-        found = run(2, train_iters=4, skip_train=True, save=None, **layout)
-        for name in ("valid/whole_loss", "valid/part_loss"):
-            assert found[name] == pytest.approx(wanted[name], rel=1e-6)
+        again = run(2, train_iters=4, skip_train=True, save=None, **layout)
+        for name in names:
+            assert again[f"{name}_loss"] == pytest.approx(wanted[f"{name}_loss"], rel=1e-6)
     run(2, train_iters=6, global_batch_size=8)
     assert hashes(5, 6) == whole
     write(0.5, ", epochs: 0.5, when_done: stop")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import batch_iterators
@@ -134,6 +135,7 @@ def evaluate_split(trainer: Trainer, split: str, between: Callable[[], None] | N
             in_fp32=run.precision.eval_in_fp32,
             between=between,
         )
+    record = replace(record, bytes=trainer.predicted_bytes.get(split))
     trainer.reporter.evaluation(record)
     trainer.at(f"iteration {iteration}, evaluated", limited=False)
     return record
