@@ -114,6 +114,11 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
     sources = []
     for index, sidecar in zip(indices, sidecars):
         sha256 = mask = None
+        if sidecar is None and os.path.exists(index.prefix + MASK):
+            raise ConfigError(
+                f"--input {index.prefix}: {sidecar_path(index.prefix)} is missing, which says whose trained tokens "
+                f"{index.prefix}{MASK} has; copy all files of the dataset again"
+            )
         if sidecar is not None:
             sha256 = sidecar.bin_sha256
             mask = sidecar.mask_sha256 and (Path(index.prefix + MASK), sidecar.mask_sha256)
