@@ -195,6 +195,11 @@ def _common_sidecar(prefixes: list[str]) -> tuple[Sequence[Sidecar | None], dict
     least, most = first.min_id, first.max_id
     for prefix, sidecar in zip(prefixes, found):
         for name, value in about.items():
+            if name == "chat" and sidecar.chat != value:
+                raise ConfigError(
+                    f"--input {prefix} is of another chat template or --train-on than {prefixes[0]}, or one of them is of "
+                    "texts; give training both, as a blend"
+                )
             if getattr(sidecar, name) != value:
                 raise ConfigError(
                     f"--input {prefix}: {name} is {getattr(sidecar, name)}, that of {prefixes[0]} is {value}; datasets "
