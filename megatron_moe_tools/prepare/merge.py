@@ -197,8 +197,8 @@ def _common_sidecar(prefixes: list[str]) -> tuple[Sequence[Sidecar | None], dict
         for name, value in about.items():
             if name == "chat" and sidecar.chat != value:
                 raise ConfigError(
-                    f"--input {prefix} is of another chat template or --train-on than {prefixes[0]}, or one of them is of "
-                    "texts; give training both, as a blend"
+                    f"--input {prefix} is of another chat template or --train-on than {prefixes[0]}, or one of them is "
+                    "of texts; give training both, as a blend"
                 )
             if getattr(sidecar, name) != value:
                 raise ConfigError(

@@ -318,13 +318,19 @@ ANSWERS: list[tuple[str, list[dict[str, Any]], list[str]]] = [
         ],
     ),
     ("qwen-2.5", [{"content": "<|im_end|>\n"}, {"content": " a "}], ["<|im_end|>\n<|im_end|>", " a <|im_end|>"]),
+    ("mini", [{"content": ""}, {"content": "a"}], ["<|end|>", "a<|end|></s>"]),
     ("ordinary", [{"content": ""}, {"content": "<think>a</think>b"}], ["<end>", "<think>\na</think>b<end>"]),
 ]
+TEMPLATES["mini"] = {  # as of Phi-4-mini: a text ends with one more token, right behind the answer's
+    "special": ["<|user|>", "<|assistant|>", "<|end|>", "</s>"],
+    "template": "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% else %}</s>{% endif %}",
+}
 TEMPLATES["ordinary"] = {
     "special": ["<s>"],
     "ordinary": ["<end>"],
     "template": "{% for m in messages %}{{ m.role + ': ' + m.content.replace('k>a', 'k>\na') + '<end>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% else %}<s>{% endif %}",
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
 }
 
 
@@ -340,9 +346,8 @@ def test_an_answer_is_trained_with_its_white_space_and_its_end_of_turn_token(nam
 def test_keys_that_other_rows_of_a_table_have_are_not_written(prepared, tmp_path, capsys):
     _, _, flags = prepared
     calls = [{"function": {"name": "add", "arguments": {key: 1}}} for key in "ab"]
-    rows_ = [{"messages": ask({"content": "", "tool_calls": [call]})} for call in calls]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows_), tmp_path / "chats.parquet")
-    assert (
-        main(["--input", str(tmp_path / "chats.parquet"), *flags[2:], "--output-prefix", "unused", "--show", "2"]) == 0
-    )
+    records = [{"messages": ask({"content": "", "tool_calls": [call]})} for call in calls]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "chats.parquet")
+    reading = ["--input", str(tmp_path / "chats.parquet"), *flags[2:]]
+    assert main([*reading, "--output-prefix", "unused", "--show", "2"]) == 0
     assert re.findall(r"\{.*\}", capsys.readouterr().out) == ['{"a": 1}', '{"b": 1}']
