@@ -153,8 +153,12 @@ def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
         raise BadRecord(
             "not text alone", f"message {number} ({role}) has parts that are no text, which nothing here reads"
         )
-    texts = [part.get("text") for part in content] if isinstance(content, list) else []
-    texts += [value for key, value in found.items() if key in _SAID and key != "content"]
+    texts: list[object] = []
+    if isinstance(content, list):
+        for part in content:
+            texts.append(part.get("text"))
+    for key in _SAID.keys() & found.keys() - {"content"}:
+        texts.append(found[key])
     if not all(isinstance(text, str) for text in texts):
         raise BadRecord("no content", f"message {number} ({role}) has a value in place of a text")
     calls = found["tool_calls"] = _decoded(found, "tool_calls", list) or []
@@ -176,8 +180,10 @@ def _with_decoded_arguments(message: dict[str, Any]) -> dict[str, Any]:
             arguments = None
         if isinstance(arguments, dict):
             function = {**function, "arguments": arguments}
-        calls.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": calls} if calls else message
+        calls.append({**call, "function": function})
+    if not calls:
+        return message
+    return {**message, "tool_calls": calls}
 
 
 def _decoded(record: dict[str, Any], key: str, kind: type) -> Any:
@@ -211,9 +217,12 @@ class ChatEncoder:
         self._model.encode_special_tokens = tokenizer.splits_special_tokens
         self._model.post_processor = None  # type: ignore[assignment]
         added = self._model.get_added_tokens_decoder().values()
-        self._added = sorted((token.content for token in added), key=len, reverse=True)
-        ends = {token.content for token in added if token.special} | set(tokenizer.roles.values())
-        self.specials = [token for token in self._added if token in ends]
+        self._added: list[str] = []
+        self.specials: list[str] = []
+        for token in sorted(added, key=lambda token: len(token.content), reverse=True):
+            self._added.append(token.content)
+            if token.special or token.content in tokenizer.roles.values():
+                self.specials.append(token.content)
 
     def last_special(self, text: str, begin: int, end: int) -> tuple[int, int] | None:
         """Return the place of the special token that ends `text[begin:end]`, apart from white space behind it."""
@@ -373,7 +382,9 @@ class RenderedChat:
         ending = self._encoder.last_special(without, 0, len(without))
         if not asked.startswith(without) and ending is not None:
             without = without[: ending[0]]
-        return asked[len(without) :] if asked.startswith(without) else ""
+        if not asked.startswith(without):
+            return ""
+        return asked[len(without) :]
 
     def _require_said(self, number: int, within: str) -> None:
         """Refuse a rendering, without white space, that lacks what a message says; it may be written as JSON."""
@@ -395,7 +406,9 @@ class RenderedChat:
 
 def _parts(content: Any) -> list[str]:
     """Return the texts of a content."""
-    return [content] if isinstance(content, str) else [part["text"] for part in content or ()]
+    if isinstance(content, str):
+        return [content]
+    return list(map(itemgetter("text"), content or ()))
 
 
 def _squeezed(text: str) -> str:

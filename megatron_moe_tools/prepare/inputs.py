@@ -649,11 +649,13 @@ def _batches(path: str, keys: tuple[str, ...]) -> Generator[tuple[pyarrow.Record
             yield batch, names
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: object) -> object:
     """Return a value without the keys that a table's row lacks, but other rows have."""
     if isinstance(value, dict):
         return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return list(map(_without_none, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return list(map(_without_none, value))
+    return value
 
 
 def _column(batch: pyarrow.RecordBatch, key: str) -> list[Any]:
