@@ -19,8 +19,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import tokenizers
-
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.hugging_face_folder import chat_template_of
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer
@@ -213,7 +211,8 @@ class ChatEncoder:
     def __init__(self, tokenizer: HuggingFaceTokenizer, chat: ChatFormat, *, eod: bool) -> None:
         self.tokenizer, self.chat, self.eod = tokenizer, chat, eod
         # Without the processor, which may take white space out of the places of tokens (`trim_offsets`).
-        self._model = tokenizers.Tokenizer.from_str(tokenizer.fast_tokenizer().to_str())
+        model = tokenizer.fast_tokenizer()
+        self._model = type(model).from_str(model.to_str())
         self._model.encode_special_tokens = tokenizer.splits_special_tokens
         self._model.post_processor = None  # type: ignore[assignment]
         added = self._model.get_added_tokens_decoder().values()
