@@ -309,6 +309,11 @@ def _require_mask(run: Run, index: TokenIndex, sidecar: Sidecar | None) -> None:
             f"{index.prefix} is of conversations, of which each has to be whole: add --packing best-fit "
             "--reset-attention-mask"
         )
+    if run.data.document_boundaries == "eod":
+        raise ConfigError(
+            f"{index.prefix} is of conversations, of which each turn may end with eod: drop --document-boundaries eod, "
+            "which would cut them there"
+        )
     longest = int(index.lengths.max()) - 1
     if longest > run.model.seq_length:
         number = int((index.lengths - 1 > run.model.seq_length).sum())

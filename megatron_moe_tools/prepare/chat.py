@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -127,8 +126,9 @@ def conversation_of(record: dict[str, Any], key: str, there: Iterable[str]) -> C
         raise BadRecord("no conversation", f"{key!r} is no list of messages, but {_shortened(found)}")
     messages = [_message(message, number) for number, message in enumerate(found, 1)]
     if record.get("system"):
-        messages.insert(0, {"role": "system", "content": record["system"]})
+        messages.insert(0, _message({"role": "system", "content": record["system"]}, 0))
     tools, variables = _decoded(record, "tools", list), _decoded(record, "chat_template_kwargs", dict)
+    tools = [_decoded({"tools": tool}, "tools", dict) for tool in tools or ()]
     return Conversation(messages, tools or None, variables or {})
 
 
@@ -139,7 +139,7 @@ def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
         role = _ROLES_OF_FROM.get(str(found["from"]))
         found = {"role": role or found["from"], "content": found.get("value")}
     role, content = found.get("role"), found.setdefault("content", None)
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         known = ", ".join(sorted(_ROLES))
         raise BadRecord("unknown role", f"message {number} has the role {role!r}; roles are {known}")
     if content is None and not found.get("tool_calls"):
@@ -151,7 +151,37 @@ def _message(message: dict[str, Any], number: int) -> dict[str, Any]:
         raise BadRecord(
             "not text alone", f"message {number} ({role}) has parts that are no text, which nothing here reads"
         )
+    texts: list[object] = []
+    if isinstance(content, list):
+        for part in content:
+            texts.append(part.get("text"))
+    for key in _SAID.keys() & found.keys() - {"content"}:
+        texts.append(found[key])
+    if not all(isinstance(text, str) for text in texts):
+        raise BadRecord("no content", f"message {number} ({role}) has a value in place of a text")
+    calls = found["tool_calls"] = _decoded(found, "tool_calls", list) or []
+    if not all(isinstance(call, dict) and isinstance(call.get("function", call), dict) for call in calls):
+        raise BadRecord("no conversation", f"the tool calls of message {number} are {_shortened(calls)}, no objects")
+    if not calls:  # templates ask whether the key is there
+        del found["tool_calls"]
     return found
+
+
+def _with_decoded_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have objects as arguments; OpenAI's have JSON."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except (KeyError, TypeError, ValueError):  # none, or not JSON, and thus written as it is
+            arguments = None
+        if isinstance(arguments, dict):
+            function = {**function, "arguments": arguments}
+        calls.append({**call, "function": function})
+    if not calls:
+        return message
+    return {**message, "tool_calls": calls}
 
 
 def _decoded(record: dict[str, Any], key: str, kind: type) -> Any:
@@ -180,12 +210,42 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, chat: ChatFormat, *, eod: bool) -> None:
         self.tokenizer, self.chat, self.eod = tokenizer, chat, eod
-        self._model = tokenizer.fast_tokenizer()
-        self.specials = {token.content for token in self._model.get_added_tokens_decoder().values() if token.special}
-        named = "|".join(sorted(map(re.escape, self.specials), key=len, reverse=True))
-        nothing = r"(?!)"
-        self.closing = re.compile(rf"(?P<own>\s*(?:{named or nothing})+)(?:\s*(?:{named or nothing}))*\s*\Z")
-        self.end_of_turn = re.compile(rf"\s*(?:{named or nothing})")
+        # Without the processor, which may take white space out of the places of tokens (`trim_offsets`).
+        model = tokenizer.fast_tokenizer()
+        self._model = type(model).from_str(model.to_str())
+        self._model.encode_special_tokens = tokenizer.splits_special_tokens
+        self._model.post_processor = None  # type: ignore[assignment]
+        added = self._model.get_added_tokens_decoder().values()
+        self._added: list[str] = []
+        self.specials: list[str] = []
+        for token in sorted(added, key=lambda token: len(token.content), reverse=True):
+            self._added.append(token.content)
+            if token.special or token.content in tokenizer.roles.values():
+                self.specials.append(token.content)
+
+    def last_special(self, text: str, begin: int, end: int) -> tuple[int, int] | None:
+        """Return the place of the special token that ends `text[begin:end]`, apart from white space behind it."""
+        while end > begin and text[end - 1].isspace():
+            end -= 1
+        for token in self.specials:
+            if text.endswith(token, begin, end):
+                return end - len(token), end
+        return None
+
+    def end_of_turn(self, text: str, begin: int) -> int:
+        """Return where the last turn of a text ends, whose content ends at `begin`: behind its special token.
+
+        Of special tokens with white space between them the first are the turn's; others end a text.
+        """
+        found, at = len(text), len(text)
+        while (place := self.last_special(text, begin, at)) is not None:
+            if place[1] < at or at == len(text):
+                found = place[1]
+            at = place[0]
+        without_space = text.rstrip()
+        if at == len(text) and without_space.endswith(tuple(self._added)):  # some have it as an ordinary token
+            found = max(begin, len(without_space))
+        return found
 
     def __call__(self, conversation: Conversation) -> ChatIds:
         """Return the ids of a conversation and which of them are trained.
@@ -210,7 +270,7 @@ class ChatEncoder:
             last = max((token for token, value in enumerate(mask) if value), default=0)
             begin, end = spans[last]
             ids.append(self.tokenizer.eod)
-            mask.append(int(mask[last] and text[begin:end] not in self.specials and not text[end:].strip()))
+            mask.append(int(mask[last] and text[begin:end].strip() not in self.specials and not text[end:].strip()))
             spans.append((len(text), len(text)))
         found, longest, train_on = ChatIds(text, ids, mask, spans), self.chat.longest, self.chat.train_on
         if sum(mask[1:]) == 0:  # nothing predicts the first token
@@ -236,12 +296,21 @@ class RenderedChat:
 
     def __init__(self, encoder: ChatEncoder, conversation: Conversation) -> None:
         self._encoder, self._chat, self._conversation = encoder, encoder.chat, conversation
-        messages, train_on = conversation.messages, encoder.chat.train_on
-        self.text = self._chat.render(conversation, len(messages))
+        messages, train_on = list(map(_with_decoded_arguments, conversation.messages)), encoder.chat.train_on
+        try:
+            self.text = self._chat.render(conversation._replace(messages=messages), len(messages))
+            conversation = self._conversation = conversation._replace(messages=messages)
+        except BadRecord:  # templates such as DeepSeek-V3's append the JSON to a text
+            self.text = self._chat.render(conversation, len(messages))
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRecord("lone surrogate", f"UTF-8 cannot encode what it says ({error.reason})") from None
         self.turns: list[tuple[int, int]] = []
+        whole = _squeezed(self.text)
         for number, message in enumerate(messages, 1):
             if message["role"] != "assistant":
-                self._require_said(number, self.text)
+                self._require_said(number, whole)
         if conversation.tools and self._chat.render(conversation._replace(tools=None), len(messages)) == self.text:
             self._refuse("dropped tools", "the template leaves out the tools; take them out, or use another template")
         if train_on == ALL:
@@ -252,7 +321,7 @@ class RenderedChat:
             begin = self._prefix(self._chat.render(conversation, number - 1, prompt=True), number, "prompt")
             end = self._end_of_turn(self._chat.render(conversation, number), begin, number)
             self.turns.append((begin, end))
-            self._require_said(number, self.text[begin:end])
+            self._require_said(number, _squeezed(self.text[begin:end]))
 
     def _refuse(self, reason: str, problem: str) -> NoReturn:
         raise BadRecord(reason, f"{problem}\n{_marked(self.text, self.turns)}")
@@ -267,8 +336,8 @@ class RenderedChat:
                 advice = "take out what follows the last answer, or use another template"
             self._refuse(
                 "not prefix-stable",
-                f"up to the end of the {what} of message {number} the template renders {before!r}, and once others "
-                f"follow {now!r}; {advice}",
+                f"up to the end of the {what} of message {number} the template renders {before!r}, and in the "
+                f"conversation {now!r}; {advice}",
             )
         return len(part)
 
@@ -278,37 +347,72 @@ class RenderedChat:
         Args:
             alone: the conversation up to this turn. begin: where its answer begins in both.
         """
-        closing = self._encoder.closing.search(alone, begin)
-        if closing is None:
-            return self._prefix(alone, number, "answer")
-        body = self._prefix(alone[: closing.start()], number, "answer")
-        if self.text.startswith(alone):
-            return closing.end("own")  # templates may end a text, too
-        follows = self._encoder.end_of_turn.match(self.text, body)
-        if follows is None:
-            return self._prefix(alone, number, "answer")
-        return follows.end()
+        if not self.text.startswith(alone):
+            alone = self._as_followed(alone, begin, number)
+        self._prefix(alone, number, "answer")
+        said = begin
+        for part in _parts(self._conversation.messages[number - 1]["content"])[-1:]:
+            for form in (part, part.strip()):
+                if (at := alone.find(form, begin)) >= 0:
+                    said = at + len(form)
+                    break
+        return self._encoder.end_of_turn(alone, said)
+
+    def _as_followed(self, alone: str, begin: int, number: int) -> str:
+        """Return `alone` as it is with a turn behind it: Phi ends a text, gpt-oss the last turn, with another token."""
+        prompt, followed = self._prompt(number), self._chat.render(self._conversation, number, prompt=True)
+        if prompt and followed.endswith(prompt):
+            alone = followed.removesuffix(prompt)
+        ending = self._encoder.last_special(alone, begin, len(alone))
+        if not self.text.startswith(alone) and ending is not None:
+            for token in self._encoder.specials:
+                if self.text.startswith(alone[: ending[0]] + token):
+                    return alone[: ending[0]] + token
+        return alone
+
+    def _prompt(self, number: int) -> str:
+        """Return the prompt for an answer behind the last turn before `number` that is none; empty: unknown."""
+        turns = number - 1
+        while turns > 0 and self._conversation.messages[turns - 1]["role"] == "assistant":
+            turns -= 1
+        if turns == 0:
+            return ""
+        asked, without = (self._chat.render(self._conversation, turns, prompt=prompt) for prompt in (True, False))
+        ending = self._encoder.last_special(without, 0, len(without))
+        if not asked.startswith(without) and ending is not None:
+            without = without[: ending[0]]
+        if not asked.startswith(without):
+            return ""
+        return asked[len(without) :]
 
     def _require_said(self, number: int, within: str) -> None:
-        """Refuse a rendering that lacks what a message says; templates may write it as JSON does."""
+        """Refuse a rendering, without white space, that lacks what a message says; it may be written as JSON."""
         message = self._conversation.messages[number - 1]
         for key, what in _SAID.items():
             for part in _parts(message.get(key)):
+                part = part.strip()
                 forms = (part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1])
-                if not any(form in within for form in forms):
+                if not any(_squeezed(form) in within for form in forms):
                     what = what or _CONTENT.get(message["role"], "message")
                     self._refuse(f"dropped {what}", f"the template leaves out {_shortened(part)} of message {number}")
-        for call in message.get("tool_calls") or ():
-            name = str((call.get("function") or call).get("name"))
-            if name not in within:
+        if message["content"] is None and "None" in within and "None" not in json.dumps(message, default=str):
+            self._refuse("dropped answer", f"the template writes None for message {number}; give it an empty content")
+        for call in message.get("tool_calls", ()):
+            name = str(call.get("function", call).get("name"))
+            if _squeezed(name) not in within:
                 self._refuse("dropped answer", f"the template leaves out the call of {name} of message {number}")
 
 
 def _parts(content: Any) -> list[str]:
-    """Return the texts of a content, without the white space around them, which templates take away."""
+    """Return the texts of a content."""
     if isinstance(content, str):
-        return [content.strip()]
-    return [str(part.get("text", "")).strip() for part in content or ()]
+        return [content]
+    return list(map(itemgetter("text"), content or ()))
+
+
+def _squeezed(text: str) -> str:
+    """Return a text without white space, which templates take away and add."""
+    return "".join(text.split())
 
 
 # ---- to look at

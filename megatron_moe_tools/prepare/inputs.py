@@ -649,18 +649,27 @@ def _batches(path: str, keys: tuple[str, ...]) -> Generator[tuple[pyarrow.Record
             yield batch, names
 
 
+def _without_none(value: object) -> object:
+    """Return a value without the keys that a table's row lacks, but other rows have."""
+    if isinstance(value, dict):
+        return {key: _without_none(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return list(map(_without_none, value))
+    return value
+
+
 def _column(batch: pyarrow.RecordBatch, key: str) -> list[Any]:
     """Return the values of a column; one that Python has not, such as a text that is no UTF-8, is the error instead."""
     if batch.schema.names.count(key) > 1:
         return [ValueError("there are several columns of that name")] * batch.num_rows
     column = batch.column(key)
     try:
-        return column.to_pylist()
+        return list(map(_without_none, column.to_pylist()))
     except (ValueError, OverflowError):
         values: list[Any] = []
         for value in column:
             try:
-                values.append(value.as_py())
+                values.append(_without_none(value.as_py()))
             except (ValueError, OverflowError) as error:  # UnicodeDecodeError, and times that Python's cannot be
                 values.append(error)
         return values

@@ -114,6 +114,11 @@ def merge(inputs: Sequence[str], output_prefix: str, *, overwrite: bool = False)
     sources = []
     for index, sidecar in zip(indices, sidecars):
         sha256 = mask = None
+        if sidecar is None and os.path.exists(index.prefix + MASK):
+            raise ConfigError(
+                f"--input {index.prefix}: {sidecar_path(index.prefix)} is missing, which says whose trained tokens "
+                f"{index.prefix}{MASK} has; copy all files of the dataset again"
+            )
         if sidecar is not None:
             sha256 = sidecar.bin_sha256
             mask = sidecar.mask_sha256 and (Path(index.prefix + MASK), sidecar.mask_sha256)
@@ -190,6 +195,11 @@ def _common_sidecar(prefixes: list[str]) -> tuple[Sequence[Sidecar | None], dict
     least, most = first.min_id, first.max_id
     for prefix, sidecar in zip(prefixes, found):
         for name, value in about.items():
+            if name == "chat" and sidecar.chat != value:
+                raise ConfigError(
+                    f"--input {prefix} is of another chat template or --train-on than {prefixes[0]}, or one of them is "
+                    "of texts; give training both, as a blend"
+                )
             if getattr(sidecar, name) != value:
                 raise ConfigError(
                     f"--input {prefix}: {name} is {getattr(sidecar, name)}, that of {prefixes[0]} is {value}; datasets "

@@ -182,6 +182,8 @@ def show_conversations(options: PreprocessOptions, count: int) -> None:
     """Print the first conversations with their trained tokens marked, or why they are none."""
     if options.chat is None:
         raise ConfigError(f"--show {count} shows conversations; add --chat-template")
+    if count < 1:
+        raise ConfigError(f"--show {count} must be at least 1")
     read, documents_of = reader_of(options), documents_by(options, tokenizer_of(options))
     marks = MARKS
     if sys.stdout.isatty():

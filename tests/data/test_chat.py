@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pyarrow.parquet
 import pytest
+import tokenizers
 import torch
 import yaml
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -23,6 +25,7 @@ from megatron_moe.training.callback import Callback
 from megatron_moe_tools.convert.cli import main as convert
 from megatron_moe_tools.prepare.chat import ChatEncoder, chat_format, conversation_of, marked
 from megatron_moe_tools.prepare.inputs import BadRecord
+from megatron_moe_tools.prepare.merge import merge
 from megatron_moe_tools.prepare.preprocess import PreprocessOptions, main, preprocess
 from tests.data.prepared import byte_level_bpe, dataset_bytes
 from tests.helpers.rows import rows
@@ -38,6 +41,8 @@ def tokenizer_of(folder: Path, name: str) -> HuggingFaceTokenizer:
     special = TEMPLATES[name]["special"]
     model = byte_level_bpe(["the model answers the user's question about tokens"] * 4)
     model.add_special_tokens(special)
+    model.add_tokens(TEMPLATES[name].get("ordinary", []))
+    model.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)  # as GPT-NeoX and OLMoE
     folder.mkdir(exist_ok=True)
     model.save(str(folder / "tokenizer.json"))
     roles = {"bos_token": special[0], "eos_token": special[-1]}
@@ -116,7 +121,7 @@ def test_trained_tokens_are_those_between_markers(name, count, tmp_path):
             assert found.text == whole
             wanted = [bool(trained[begin]) if begin < len(trained) else False for begin, _ in found.spans]
             assert found.mask == wanted, marked(found, longest=None)
-    assert seen >= count
+    assert seen > 0.9 * count
 
 
 def ask(answer: dict[str, Any], *more: dict[str, Any]) -> list[dict[str, Any]]:
@@ -130,6 +135,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "unknown role": ("phi", {"messages": [{"role": "bot", "content": "So."}]}, {}),
     "no content": ("phi", {"messages": ask({"content": None})}, {}),
     "no conversation": ("phi", {"messages": []}, {}),
+    "no conversation: calls": ("phi", {"messages": ask({"content": "So.", "tool_calls": ["add"]})}, {}),
+    "no content: thinking": ("phi", {"messages": ask({"content": "So.", "thinking": ["Hm."]})}, {}),
+    "unknown role: list": ("phi", {"messages": [{"role": ["user"], "content": "Why?"}]}, {}),
+    "lone surrogate": ("phi", {"messages": ask({"content": "\ud800"})}, {}),
     "missing key": ("phi", {"text": "Why?"}, {}),
     "not text alone": ("phi", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}),
     "refused by the template": ("mixtral", {"messages": ask({"content": "So."}, {"role": "tool", "content": "x"})}, {}),
@@ -274,9 +283,15 @@ def test_a_mask_that_is_not_the_datas_is_refused(prepared, change, tmp_path):
     packed = {**fields, **PACKED}
     with pytest.raises(ConfigError, match=r"longer than --seq-length 64"):
         check_data(build({**packed, "seq_length": 64}), tokenizer)
+    with pytest.raises(ConfigError, match="--document-boundaries eod"):
+        check_data(build({**packed, "document_boundaries": "eod"}), tokenizer)
     damage(prefix.with_suffix(MASK))
     with pytest.raises(ConfigError, match=message):
         check_data(build(packed), tokenizer)
+    prefix.with_suffix(".json").unlink()
+    if change != "gone":
+        with pytest.raises(ConfigError, match="json is missing"):
+            merge([str(prefix)], str(tmp_path / "merged"))
 
 
 @pytest.mark.parametrize("reason", REFUSED)
@@ -286,4 +301,53 @@ def test_what_cannot_be_trained_right_is_named(reason, tmp_path):
     chat = chat_format("", tokenizer, str(tmp_path), **{"train_on": "assistant", "longest": None, **options})
     with pytest.raises(BadRecord) as refused:
         ChatEncoder(tokenizer, chat, eod=False)(conversation_of(record, "messages", record))
-    assert refused.value.reason == reason
+    assert refused.value.reason == reason.partition(":")[0]
+
+
+CALL = {"content": "", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+ANSWERS: list[tuple[str, list[dict[str, Any]], list[str]]] = [
+    # template, answers, what is trained
+    (
+        "gpt-oss",
+        [{"content": " \n"}, {"content": ""}, CALL, {"content": "x"}],
+        [
+            "<|channel|>final<|message|> \n<|end|>",
+            "<|channel|>final<|message|><|end|>",
+            ' to=functions.add<|channel|>commentary<|message|>{"a": 1}<|call|>',
+            "<|channel|>final<|message|>x<|return|>",
+        ],
+    ),
+    ("qwen-2.5", [{"content": "<|im_end|>\n"}, {"content": " a "}], ["<|im_end|>\n<|im_end|>", " a <|im_end|>"]),
+    ("mini", [{"content": ""}, {"content": "a"}], ["<|end|>", "a<|end|></s>"]),
+    ("ordinary", [{"content": ""}, {"content": "<think>a</think>b"}], ["<end>", "<think>\na</think>b<end>"]),
+]
+TEMPLATES["mini"] = {  # as of Phi-4-mini: a text ends with one more token, right behind the answer's
+    "special": ["<|user|>", "<|assistant|>", "<|end|>", "</s>"],
+    "template": "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% else %}</s>{% endif %}",
+}
+TEMPLATES["ordinary"] = {
+    "special": ["<s>"],
+    "ordinary": ["<end>"],
+    "template": "{% for m in messages %}{{ m.role + ': ' + m.content.replace('k>a', 'k>\na') + '<end>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize(("name", "answers", "trained"), ANSWERS)
+def test_an_answer_is_trained_with_its_white_space_and_its_end_of_turn_token(name, answers, trained, tmp_path):
+    tokenizer = tokenizer_of(tmp_path, name)
+    encode = ChatEncoder(tokenizer, chat_format("", tokenizer, str(tmp_path), "assistant", None), eod=False)
+    record = {"messages": [message for answer in answers for message in ask(answer)]}
+    shown = marked(encode(conversation_of(record, "messages", record)), longest=None)
+    assert re.findall("\u27e6(.*?)\u27e7", shown, flags=re.S) == trained
+
+
+def test_keys_that_other_rows_of_a_table_have_are_not_written(prepared, tmp_path, capsys):
+    _, _, flags = prepared
+    calls = [{"function": {"name": "add", "arguments": {key: 1}}} for key in "ab"]
+    records = [{"messages": ask({"content": "", "tool_calls": [call]})} for call in calls]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "chats.parquet")
+    reading = ["--input", str(tmp_path / "chats.parquet"), *flags[2:]]
+    assert main([*reading, "--output-prefix", "unused", "--show", "2"]) == 0
+    assert re.findall(r"\{.*\}", capsys.readouterr().out) == ['{"a": 1}', '{"b": 1}']

@@ -92,6 +92,8 @@ def test_a_run_is_loaded_silently_without_torchs_compiler_and_tensorboard_into_w
         writer.add_scalar = lambda *args: said.append(args[0])
         write(writer)
         print(*said)
+        writer.close()
+        torch.distributed.destroy_process_group()  # a process that leaves its threads may end with a word of them
         """
     )
     assert (ran.stdout, ran.stderr) == ("False False\ntorch\nof a test-time\n", "")
