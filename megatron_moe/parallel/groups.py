@@ -12,6 +12,7 @@ import json
 import os
 import random
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -354,6 +355,11 @@ def destroy(abort: bool = False) -> None:
         dist.distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        # What DTensor has found for a mesh holds its groups, and is taken for any mesh of this shape in a later run.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 _meetings = 0
