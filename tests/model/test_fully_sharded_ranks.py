@@ -151,3 +151,17 @@ def test_sizes_that_do_not_divide_and_accumulated_gradients_train_as_whole_weigh
         assert "of a test" in found["warned"] and not any("view tensor" in text for text in found["warned"])
     assert any("experts.weight" in name for name in ranks[2]["empty"]) and ranks[0]["empty"] == set()
     assert {decay for name, (decay, _) in wanted["decay"].items() if "norm" in name} == {0.0}
+
+
+def gathered_sizes(flags: dict[str, Any]) -> list[tuple[torch.Size, torch.Size]]:
+    """The sizes of each weight, in one piece and as it says of itself."""
+    weights = [weight.detach() for weight in Trainer(flags).model[0].parameters()]
+    return [(weight.full_tensor().shape, weight.shape) for weight in weights]
+
+
+def test_a_run_after_another_in_one_process_gathers_over_its_own_groups(gloo: Any) -> None:
+    """Its meshes look like those before; its groups are others."""
+    flags = {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"}
+    for further in ({}, {"context_parallel_size": 2}):
+        for sizes in gloo.run(4, gathered_sizes, flags={**SMALL, **flags, **further}):
+            assert all(whole == said for whole, said in sizes)
