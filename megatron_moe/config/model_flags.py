@@ -19,6 +19,9 @@ from megatron_moe.config.setting import (
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """What data-parallel ranks share, by ZeRO stage: 0 nothing, 1 the optimizer, 2 gradients too, 3 weights too."""
+QUANTILE = "quantile_balancing"
+NO_LOSSES = frozenset(("none", "sinkhorn", QUANTILE))
+"""What balances without an auxiliary loss, or not at all."""
 LATENT, EXPANDED = EXCHANGES = ("latent", "expanded")
 """What context-parallel ranks exchange of latent attention: latents, or the keys and values that are made of them."""
 MOST_FLOPS_PER_BYTE = 1000
@@ -168,9 +171,16 @@ class MoEConfig:
     )
     moe_router_load_balancing_type: tuple[str, ...] = setting(
         ("none",),
-        "auxiliary losses, or sinkhorn: a choice of experts that is balanced within the micro-batch",
-        choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"),
+        "auxiliary losses; or sinkhorn, a choice that is balanced within the micro-batch; or quantile_balancing, which "
+        "sets the expert bias to what would have balanced the global batch",
+        choices=("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", QUANTILE),
         resume="free",
+    )
+    moe_router_quantile_balancing_ema: float = setting(
+        0.0, "with it: share of the old bias that stays in an update", within=PROBABILITY, resume="free"
+    )
+    moe_router_quantile_balancing_num_bins: int = setting(
+        1000, "with it: bins of an expert's histogram", within=Range(low=2), resume="free"
     )
     moe_aux_loss_coeff: tuple[float, ...] = setting(
         (0.0,), "coefficient of each auxiliary loss", within=NOT_NEGATIVE, resume="free"

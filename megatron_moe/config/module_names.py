@@ -15,14 +15,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from megatron_moe.config.model_flags import LATENT
+from megatron_moe.config.model_flags import LATENT, QUANTILE
 from megatron_moe.config.schema import Run
 
 Condition = Callable[[Run], bool]
 
-# Dtypes: fp32, fp64, bf16, fp16, int64, or a word that stands for one of them in a given run
+# Dtypes: fp32, fp64, bf16, fp16, int64, int32, or a word that stands for one of them in a given run
 
-SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16", "int64": "int64"}
+SHORT = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
+SHORT |= {"int64": "int64", "int32": "int32"}
 NONE = "-"
 MODEL, RESIDUAL, ROUTER, GRADIENTS, EVALUATION = "{model}", "{residual}", "{router}", "{gradients}", "{evaluation}"
 PRODUCTS, GRADIENTS_OF_PRODUCTS = "{products}", "{gradients_of_products}"
@@ -190,12 +191,21 @@ _DROPPED = replace(
     when=lambda run: run.moe.moe_expert_capacity_factor is not None,
 )
 _TOKENS = TensorClass("counted tokens", "int64", "int64", "int64", "int64", note="of a layer; 0 between steps")
+_DIFFERENCES = TensorClass(
+    "histogram of quantiles",
+    "int32",
+    "int64",
+    "int64",
+    "int64",
+    note="with quantile_balancing; 0 between steps",
+    when=lambda run: QUANTILE in run.moe.moe_router_load_balancing_type,
+)
 _BIAS = TensorClass(
     "expert_bias",
     "fp32",
     "fp32",
     saved="fp32",
-    note="sign of the step in int64",
+    note="sign of the step in int64; its quantile in fp64",
     when=lambda run: run.moe.moe_router_enable_expert_bias,
 )
 
@@ -213,6 +223,7 @@ TOP_K_ROUTER = ModelPart(
         "local_tokens_per_expert": _COUNTS,
         "local_dropped_per_expert": _DROPPED,
         "local_num_tokens": _TOKENS,
+        "local_differences": _DIFFERENCES,
         "expert_bias": _BIAS,
     },
     emits=lambda run, kept: ROUTER,

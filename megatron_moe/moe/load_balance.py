@@ -74,6 +74,72 @@ def updated_expert_bias(
     return (wide - wide.mean(dim=-1, keepdim=True)).to(torch.float32)
 
 
+# Quantile balancing (Kimi K3's technical report, 2.3.3 and appendix D). A token takes expert i where score plus bias is
+# above its threshold, the best value that it does not choose. So an expert takes its even share of the tokens with the
+# bias above just that share of the tokens' differences threshold - score. Each expert's differences are counted in bins
+# of equal width: whole numbers, whose sums over micro-batches and ranks have no roundings and no order.
+
+
+def difference_bins(expert_bias: Tensor, num_bins: int) -> tuple[Tensor, Tensor]:
+    """Return where the first bin of the differences begins, and a bin's width, in the dtype of the bias [E].
+
+    Scores are from 0 to 1, so thresholds are from the least bias to the largest plus 1.
+    """
+    low = expert_bias.min() - 1
+    return low, (expert_bias.max() + 1 - low) / num_bins
+
+
+@torch.no_grad()
+def count_differences(
+    histogram: Tensor, scores: Tensor, expert_bias: Tensor, topk: int, is_padding: Tensor | None = None
+) -> None:
+    """Add each token's threshold less its score, for each expert, to the histogram [E, bins] int32, in place.
+
+    Args:
+        scores: [T, E], from 0 to 1. expert_bias: [E], by which these tokens chose `topk` of the experts, and not all.
+        is_padding: [T] bool, True for tokens that are not counted.
+    """
+    num_experts, num_bins = histogram.shape
+    bias = expert_bias.to(scores.dtype)
+    low, width = difference_bins(bias, num_bins)
+    threshold = (scores + bias).topk(topk + 1, dim=-1).values[:, -1:]
+    place = ((threshold - scores - low) / width).long().clamp_(0, num_bins - 1)
+    place += torch.arange(num_experts, device=place.device) * num_bins
+    counted = torch.ones_like(place, dtype=histogram.dtype)
+    if is_padding is not None:
+        counted.masked_fill_(is_padding.unsqueeze(-1), 0)
+    histogram.view(-1).scatter_add_(0, place.flatten(), counted.flatten())
+
+
+def quantile_bias(expert_bias: Tensor, histogram: Tensor, topk: int, ema: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the bias with which each expert would have had K / E of the tokens, and the bound of its error.
+
+    The quantile's bin is found in integers; inside it differences count as evenly spread. The mean is subtracted.
+
+    Args:
+        expert_bias: [E] fp32, the bias of the step. histogram: [E, bins] int64, see `count_differences`, summed over
+            all ranks that share the global batch.
+        ema: the share of the old bias in the new one.
+
+    Returns:
+        A new [E] fp32, and the width of a bin, fp64: the exact quantile is in the same bin, and the bias within
+        1 - `ema` of that width.
+    """
+    if expert_bias.dtype != torch.float32 or histogram.dtype != torch.int64:
+        raise TypeError(f"needs a float32 bias and int64 counts, got {expert_bias.dtype} and {histogram.dtype}")
+    num_experts, num_bins = histogram.shape
+    old = expert_bias.double()
+    low, width = difference_bins(old, num_bins)
+    up_to = histogram.cumsum(dim=-1) * num_experts  # compared as whole numbers: counts x E with tokens x K
+    wanted = up_to[:, -1:] // num_experts * topk
+    place = (up_to < wanted).sum(dim=-1, keepdim=True)
+    inside = histogram.gather(-1, place) * num_experts
+    share = (wanted - up_to.gather(-1, place) + inside).double() / inside.clamp(min=1)
+    found = (low + (place + share) * width).squeeze(-1)
+    updated = old * ema + (found - found.mean()) * (1 - ema)
+    return updated.to(torch.float32), width
+
+
 def balance_share(scores: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Return this rank's share of a load-balancing loss (Switch, arXiv 2101.03961, for K choices), summed over tokens.
 

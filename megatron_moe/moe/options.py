@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from megatron_moe.config.model_flags import MoEConfig
+from megatron_moe.config.model_flags import NO_LOSSES, QUANTILE, MoEConfig
 from megatron_moe.config.schema import Run
 from megatron_moe.config.setting import SCORE_FUNCTIONS
 from megatron_moe.engine.schedules import ProcessGroupCollection, parallel_state
@@ -48,6 +48,8 @@ class MoEOptions:
     enable_expert_bias: bool
     bias_update_rate: float
     bias_center: bool
+    quantile_bins: int | None
+    quantile_ema: float
     router_dtype: torch.dtype
     aux_losses: tuple[tuple[str, float], ...]
     z_loss_coeff: float
@@ -148,7 +150,10 @@ def _common(moe: MoEConfig | EngineConfig, norm_topk_prob: bool, recomputed: Col
         # Megatron-LM's weights: the sigmoid for K = 1, else the softmax over all experts, not normalised.
         score_function, pre_softmax, norm_topk_prob = "sigmoid" if topk == 1 else "softmax", topk > 1, False
     coeffs = [coeffs] * len(kinds) if isinstance(coeffs, (int, float)) else coeffs
-    losses = tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind not in ("none", "sinkhorn") and coeff)
+    losses = tuple((kind, coeff) for kind, coeff in zip(kinds, coeffs) if kind not in NO_LOSSES and coeff)
+    quantile_bins = None
+    if QUANTILE in kinds:
+        quantile_bins = getattr(moe, "moe_router_quantile_balancing_num_bins", 1000)
     settings: dict[str, Any] = {}  # what the dispatcher's entry takes besides sizes and groups
     if getattr(moe, "moe_alltoall_by_node", False):
         settings = {"by_node": True}
@@ -169,9 +174,11 @@ def _common(moe: MoEConfig | EngineConfig, norm_topk_prob: bool, recomputed: Col
         "num_groups": moe.moe_router_num_groups,
         "group_topk": moe.moe_router_group_topk,
         "scaling_factor": moe.moe_router_topk_scaling_factor,
-        "enable_expert_bias": moe.moe_router_enable_expert_bias,
+        "enable_expert_bias": moe.moe_router_enable_expert_bias or QUANTILE in kinds,
         "bias_update_rate": moe.moe_router_bias_update_rate,
         "bias_center": bool(getattr(moe, "moe_router_bias_center", False)),
+        "quantile_bins": quantile_bins,
+        "quantile_ema": getattr(moe, "moe_router_quantile_balancing_ema", 0.0),
         "router_dtype": _ROUTER_DTYPES[moe.moe_router_dtype],
         "aux_losses": losses,
         "z_loss_coeff": moe.moe_z_loss_coeff or 0.0,

@@ -15,7 +15,7 @@ from megatron_moe.config.setting import SCORE_FUNCTIONS
 from megatron_moe.engine.layers import MegatronModule
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.moe.grouped_gemm import gate_product
-from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, requested_counts
+from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, count_differences, requested_counts
 from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import (
     Choice,
@@ -46,9 +46,10 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             choices that were dispatched.
         local_dropped_per_expert: [E], the choices that were beyond the experts' capacity; None without a capacity.
 
-    local_num_tokens is an int64 [1], the tokens without padding that were counted. These counts and the sums of the
-    auxiliary losses are on the device, in memory that stays where it is, so that a captured graph adds at each replay;
-    the limit of `step` is checked on the host, by `count_replay`. Observers are not called by a replay.
+    local_num_tokens is an int64 [1], the tokens without padding that were counted. local_differences is an int32
+    [E, bins], see `count_differences`; None without quantile balancing. Counts and the sums of the auxiliary losses are
+    on the device, in memory that stays where it is, so that a captured graph adds at each replay; the limit of `step`
+    is checked on the host, by `count_replay`. Observers are not called by a replay.
 
     The weight is [E, H] in the model's dtype; the gate's product and everything after it is in fp32 (or fp64).
     Under sequence parallelism each TP rank routes its own tokens, and the engine sums the weight's gradients.
@@ -94,6 +95,9 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         dropped = None if options.capacity_factor is None else zeros.clone()
         self.register_buffer("local_dropped_per_expert", dropped, persistent=False)
         self.register_buffer("local_num_tokens", torch.zeros(1, dtype=torch.int64), persistent=False)
+        bins = options.quantile_bins
+        differences = None if bins is None else torch.zeros(options.num_experts, bins, dtype=torch.int32)
+        self.register_buffer("local_differences", differences, persistent=False)
         self.perturb = Jitter(options.input_jitter_eps or 0.0, options.router_dtype)
         self.score = SCORE_FUNCTIONS[options.score_function].scores
         self.choose: Choice | None = None  # by the scores, which the choice's kernel knows
@@ -204,6 +208,10 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)
             for see in self.observers:
                 see(self, routed)
+            if counted and self.local_differences is not None:
+                count_differences(
+                    self.local_differences, scores, self.expert_bias, self.options.topk, micro_batch.is_padding
+                )
             if counted:
                 decision = self._balance(routed)
         if not dense:
@@ -224,6 +232,8 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         if self.local_dropped_per_expert is not None:
             self.local_dropped_per_expert.zero_()
         self.local_num_tokens.zero_()
+        if self.local_differences is not None:
+            self.local_differences.zero_()
         self.step = StepTokens()
         if self.aux_losses is not None:
             self.aux_losses.reset()

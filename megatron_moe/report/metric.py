@@ -29,6 +29,8 @@ class ExpertLoad:
     """Each auxiliary loss in nats per token, the mean over the layers that have it."""
     dropped_per_expert: dict[int, list[int]] = field(default_factory=dict)
     """The choices beyond the capacity, of the layers whose experts have one; not among tokens_per_expert."""
+    expert_bias_error: float | None = None
+    """The most that a bias of quantile balancing may be off; see `moe.load_balance.quantile_bias`."""
 
     @property
     def worst(self) -> float | None:
@@ -290,6 +292,13 @@ BUILT_IN: tuple[Metric, ...] = (
         tensorboard=lambda record: {"experts/empty": record.empty_experts} if record.tokens_per_expert else {},
     ),
     Metric("expert_bias_max", "largest magnitude", tensorboard="experts/bias_max"),
+    Metric(
+        "expert_bias_error",
+        "bound of quantile balancing",
+        console="bias within {:.2g}",
+        console_rank=75,
+        tensorboard="experts/bias_error",
+    ),
     Metric(
         "aux_losses",
         "nats per token",

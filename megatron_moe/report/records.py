@@ -35,6 +35,7 @@ class StepRecord:
     expert_load: float | None = None
     empty_experts: int = 0
     expert_bias_max: float | None = None
+    expert_bias_error: float | None = None  # with quantile balancing
     aux_losses: dict[str, float] = field(default_factory=dict)
     seconds_left: float = 0.0
     global_batch_size: int = 0

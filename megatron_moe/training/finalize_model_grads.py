@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_moe.engine import schedules
-from megatron_moe.moe.load_balance import TokenCountError, updated_expert_bias
+from megatron_moe.moe.load_balance import TokenCountError, quantile_bias, updated_expert_bias
 from megatron_moe.moe.router import TopKRouter, routers
+from megatron_moe.parallel.collectives import all_reduce_sum
 from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.precision.contract import PrecisionError
 
@@ -23,7 +24,8 @@ class RouterUpdate:
     layer_numbers: global, one-based. tokens_per_expert: one [E] int64 per layer, exact: what the experts got.
     expert_bias: one [E] fp32 per layer after the update, or None. aux_losses: per layer each loss, without its
     coefficient, as the mean over the tokens of the global batch. dropped_per_expert: one [E] int64 per layer, exact:
-    choices beyond the experts' capacity, not in tokens_per_expert; None for a layer without a capacity.
+    choices beyond the experts' capacity, not in tokens_per_expert; None for a layer without a capacity. bias_error: per
+    layer the bound of `quantile_bias`, or None.
     """
 
     layer_numbers: tuple[int, ...]
@@ -31,6 +33,7 @@ class RouterUpdate:
     expert_bias: tuple[Tensor | None, ...]
     aux_losses: tuple[dict[str, Tensor], ...]
     dropped_per_expert: tuple[Tensor | None, ...]
+    bias_error: tuple[Tensor | None, ...]
 
 
 @torch.no_grad()
@@ -65,6 +68,8 @@ def finalize_model_grads(
 def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
     """Update expert_bias of all routers of `model`, with one all-reduce of all counts, in int64.
 
+    Quantile balancing needs a second one, of the histograms.
+
     That of a frozen router stays: it is a part of the choice that was frozen.
     """
     found = list(routers(model))
@@ -84,12 +89,17 @@ def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
             aux_losses[layer][name] = total / counts[layer].tokens.squeeze().clamp(min=1)
     biases: list[Tensor | None] = []
     dropped: list[Tensor | None] = []
-    for router, count in zip(found, counts):
-        bias = router.expert_bias
-        if bias is not None and router.weight.requires_grad:
+    errors: list[Tensor | None] = []
+    for router, count, differences in zip(found, counts, _global_differences(found)):
+        bias, error = router.expert_bias, None
+        if bias is not None and router.weight.requires_grad and differences is not None:
+            updated, error = quantile_bias(bias, differences, router.options.topk, router.options.quantile_ema)
+            bias.copy_(updated)
+        elif bias is not None and router.weight.requires_grad:
             rate, center = router.options.bias_update_rate, router.options.bias_center
             bias.copy_(updated_expert_bias(bias, count.kept + count.dropped, rate, center))
         biases.append(None if bias is None else bias.clone())
+        errors.append(error)
         dropped.append(None if router.local_dropped_per_expert is None else count.dropped)
         router.reset_counts()
     return RouterUpdate(
@@ -98,7 +108,18 @@ def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
         expert_bias=tuple(biases),
         aux_losses=tuple(aux_losses),
         dropped_per_expert=tuple(dropped),
+        bias_error=tuple(errors),
     )
+
+
+def _global_differences(found: list[TopKRouter]) -> list[Tensor | None]:
+    """Return each layer's histogram of differences over TP x CP x DP, [E, bins] int64; None without one."""
+    local = [router.local_differences for router in found if router.local_differences is not None]
+    if not local:
+        return [None] * len(found)
+    total = all_reduce_sum(torch.cat([one.flatten() for one in local]).to(torch.int64), found[0].groups.tp_dp_cp)
+    sums = iter(total.split([one.numel() for one in local]))
+    return [None if one is None else next(sums).view_as(one) for one in (router.local_differences for router in found)]
 
 
 class _LayerCounts(NamedTuple):

@@ -36,6 +36,7 @@ class LayerLoad:
     aux_losses: dict[str, float]
     expert_bias_max: float | None = None
     dropped_per_expert: list[int] | None = None
+    expert_bias_error: float | None = None
 
 
 def expert_load(update: RouterUpdate, pg_collection: ProcessGroups) -> ExpertLoad:
@@ -50,6 +51,7 @@ def expert_load(update: RouterUpdate, pg_collection: ProcessGroups) -> ExpertLoa
         layers = list(chain.from_iterable(stages))
     tokens, dropped = {}, {}
     biases: list[float] = []
+    errors: list[float] = []
     losses: defaultdict[str, list[float]] = defaultdict(list)
     for layer in sorted(layers, key=attrgetter("number")):
         tokens[layer.number] = layer.tokens_per_expert
@@ -57,28 +59,32 @@ def expert_load(update: RouterUpdate, pg_collection: ProcessGroups) -> ExpertLoa
             dropped[layer.number] = layer.dropped_per_expert
         if layer.expert_bias_max is not None:
             biases.append(layer.expert_bias_max)
+        if layer.expert_bias_error is not None:
+            errors.append(layer.expert_bias_error)
         for name, loss in layer.aux_losses.items():
             losses[name].append(loss)
     means = {name: sum(losses[name]) / len(losses[name]) for name in sorted(losses)}
-    return ExpertLoad(tokens, max(biases, default=None), means, dropped)
+    return ExpertLoad(tokens, max(biases, default=None), means, dropped, max(errors, default=None))
 
 
 def _layer_loads(update: RouterUpdate) -> list[LayerLoad]:
     """Return the load of each layer of this rank, with one read from the device."""
     layers = list(zip(*vars(update).values()))
     tensors: list[Tensor] = []
-    for _, counts, bias, losses, dropped in layers:
+    for _, counts, bias, losses, dropped, error in layers:
         tensors += [counts, *losses.values()]
         if bias is not None:
             tensors.append(bias.abs().max())
         if dropped is not None:
             tensors.append(dropped)
+        if error is not None:
+            tensors.append(error)
     if not tensors:
         return []
     # fp64 has every count up to 2^53.
     numbers = iter(torch.cat([tensor.double().flatten() for tensor in tensors]).tolist())
     loads = []
-    for number, counts, bias, losses, dropped in layers:
+    for number, counts, bias, losses, dropped, error in layers:
         tokens = list(map(int, islice(numbers, counts.numel())))
         values = dict(zip(losses, numbers))
         load = LayerLoad(number, tokens, values)
@@ -86,6 +92,8 @@ def _layer_loads(update: RouterUpdate) -> list[LayerLoad]:
             load.expert_bias_max = next(numbers)
         if dropped is not None:
             load.dropped_per_expert = list(map(int, islice(numbers, dropped.numel())))
+        if error is not None:
+            load.expert_bias_error = next(numbers)
         loads.append(load)
     return loads
 
@@ -156,6 +164,7 @@ class Meter:
             expert_load=load.worst,
             empty_experts=load.empty,
             expert_bias_max=load.expert_bias_max,
+            expert_bias_error=load.expert_bias_error,
             aux_losses=load.aux_losses,
             seconds_left=seconds_left,
             global_batch_size=global_batch_size,

@@ -17,7 +17,7 @@ import yaml
 
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.model_flags import SHARDING_STRATEGIES
+from megatron_moe.config.model_flags import NO_LOSSES, QUANTILE, SHARDING_STRATEGIES
 from megatron_moe.config.rules.model import YARN_FIELDS
 from megatron_moe.config.rules.rule import UNREAD, Unread, set_among, spelled
 from megatron_moe.config.rules.training import NOT_KEPT
@@ -340,7 +340,7 @@ def losses_without_weight(run: Run, given: Given) -> Change | None:
     kinds, coeffs = run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff
     idle, rest = [], []
     for kind, coeff in zip(kinds, coeffs):
-        if kind in ("none", "sinkhorn") or coeff:
+        if kind in NO_LOSSES or coeff:
             rest.append((kind, coeff))
         else:
             idle.append(kind)
@@ -363,6 +363,16 @@ def coefficients_without_losses(run: Run, given: Given) -> Change | None:
         return None
     names = ["moe_aux_loss_coeff"]
     return _left_out(names), f"{_typed(run, names)}: LEFT OUT, --moe-router-load-balancing-type none has no loss"
+
+
+@_finder
+def bias_of_quantiles(run: Run, given: Given) -> Change | None:
+    """Take the expert bias with quantile balancing; Megatron-LM keeps a state of another name for it."""
+    if QUANTILE not in run.moe.moe_router_load_balancing_type or "moe_router_enable_expert_bias" in given:
+        return None
+    return {"moe_router_enable_expert_bias": True}, (
+        f"{_typed(run, ['moe_router_load_balancing_type'])}: --moe-router-enable-expert-bias is TAKEN, which it sets"
+    )
 
 
 @_finder

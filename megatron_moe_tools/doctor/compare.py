@@ -17,12 +17,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_moe.config.model_flags import QUANTILE
 from megatron_moe.config.schema import Run
 from megatron_moe_tools.doctor.layouts import Layout, common_to, names_of
 from megatron_moe_tools.doctor.measure import AssembledModel, LayoutDifference, absent, step_of
@@ -43,6 +44,8 @@ class Tolerances:
         floor: share of the joint gradient norm, see `gradient`.
         flips: number of choices of experts that may differ in a layer and step; above 0, expert_bias may differ by
             one update per expert concerned.
+        bias: difference of expert_bias. Quantiles count differences of scores in bins, and a rounding of a score may
+            put one into the next bin: two of its bins.
     """
 
     scalar: float = 1e-5
@@ -51,6 +54,7 @@ class Tolerances:
     router: float = 1e-5
     floor: float = 1e-3
     flips: int = 0
+    bias: float = 0.0
 
 
 FP32 = Tolerances()
@@ -82,10 +86,13 @@ def tolerances_of(run: Run) -> Tolerances:
     root mean square turns the sign of about 0.4 e of the elements, each of which is then 2 off: 1.3 sqrt(e) in norm.
     Allowed are 2 sqrt(e).
     """
+    bias = 0.0
+    if QUANTILE in run.moe.moe_router_load_balancing_type:
+        bias = 2 * 3 / run.moe.moe_router_quantile_balancing_num_bins  # of biases less than 1 apart
     if run.derived.params_dtype_name == "float32":
-        return FP32
+        return replace(FP32, bias=bias)
     gradient = 2 * rounding_error(run)
-    return Tolerances(scalar=unit_roundoff(run), gradient=gradient, update=2 * gradient**0.5)
+    return Tolerances(scalar=unit_roundoff(run), gradient=gradient, update=2 * gradient**0.5, bias=bias)
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,7 @@ def _layer(
         if not same and not tolerances.flips:
             error = float(moved.max())
         detail = f"{int((moved > 0).sum())} of {moved.numel()} experts differ, by at most {error:.3g}"
-        yield LayoutDifference("expert_bias", name, step, error, 0.0, detail)
+        yield LayoutDifference("expert_bias", name, step, error, tolerances.bias, detail)
     detail = "its logits and weights against fp64, from the same hidden states"
     yield LayoutDifference("router", name, step, layer["router_error"], tolerances.router, detail)
     for loss in sorted({*layer["aux_losses"], *oracle["aux_losses"]}):

@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.model_flags import SHARDING_STRATEGIES, ParallelConfig, PrecisionConfig
+from megatron_moe.config.model_flags import QUANTILE, SHARDING_STRATEGIES, ParallelConfig, PrecisionConfig
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.hf.config import filled_in
 from megatron_moe_tools import compat
@@ -76,6 +76,7 @@ _EXPERT_FEATURES: dict[str, Callable[[Run], object]] = {
     "groups by their best two": _grouped_by("top2"),
     "groups by megatron-core's rule": _grouped_by("megatron"),
     "expert_bias": lambda run: run.moe.moe_router_enable_expert_bias,
+    "expert_bias by quantiles": _balanced_by(QUANTILE),
     "expert_bias centred": lambda run: run.moe.moe_router_bias_center,
     "Sinkhorn": _balanced_by("sinkhorn"),
     "aux_loss": _balanced_by("aux_loss"),
@@ -424,6 +425,9 @@ MODELS = {
     " --moe-router-group-topk 2 --moe-router-group-score max --moe-router-load-balancing-type global_aux_loss aux_loss"
     " --moe-aux-loss-coeff 0.05 0.05 --moe-layer-freq [0,1] --no-untie-embeddings-and-output-weights",
     "sinkhorn": "--preset tiny-gqa --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0 --moe-layer-freq 2",
+    "quantiles": "--preset demo --moe-router-num-groups none --moe-router-group-topk none --moe-aux-loss-coeff 0"
+    " --moe-router-load-balancing-type quantile_balancing"
+    " --moe-router-quantile-balancing-ema 0.25",
     "bf16": "--preset demo --moe-shared-expert-gate --bf16",
     # Scaled so that the first step overflows and one of the next two does not. The loss is per token because the engine
     # otherwise divides it by a rank's micro-batches first and averages over ranks last: under data and context
@@ -466,11 +470,11 @@ DEFAULT_LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("tp2-cp2", "demo", _PLAIN),
     ("tp2-cp2-ep2-etp2", "capacity", _PADDED),
     ("tp2-cp2-ep2-etp1", "sinkhorn", _PLAIN),
-    ("tp2-dp2", "demo", _ALL_AGAIN),
+    ("tp2-dp2", "quantiles", _ALL_AGAIN),
     ("tp2-dp2-ep2-etp2", "demo", _ZERO3),
     ("tp2-dp2-ep2-etp1", "mtp", _ZERO2),
     ("pp2-cp2", "sinkhorn", _UNEVEN),
-    ("pp2-cp2-ep2", "demo", _PARTS_AGAIN),
+    ("pp2-cp2-ep2", "quantiles", _PARTS_AGAIN),
     ("pp2-dp2", "demo", _VIRTUAL),
     ("pp2-dp2-ep2", "capacity", _PLAIN),
     ("cp2-dp2", "mtp", _OVERLAP),

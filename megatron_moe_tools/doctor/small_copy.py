@@ -13,6 +13,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+from megatron_moe.config.model_flags import QUANTILE
 from megatron_moe.config.schema import Run, flatten, replace
 
 LAYERS, HEADS, EXPERTS, HIDDEN, WIDTH, LENGTH = 4, 4, 8, 32, 32, 32
@@ -143,7 +144,7 @@ def _experts(run: Run) -> dict[str, Any]:
         order = [kind for kind, _ in groupby(pattern)][:LAYERS]
         sizes["moe_layer_freq"] = str([*order, *order[-1:] * (LAYERS - len(order))])
     kinds = moe.moe_router_load_balancing_type
-    if "sinkhorn" not in kinds:
+    if not {"sinkhorn", QUANTILE} & set(kinds):
         losses = dict(zip(kinds, moe.moe_aux_loss_coeff))
         if "none" in kinds or not losses:
             losses = {"seq_aux_loss": AUX_LOSS_COEFF}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.checkpoint import dist
-from megatron_moe.config.model_flags import SHARDING_STRATEGIES
+from megatron_moe.config.model_flags import QUANTILE, SHARDING_STRATEGIES
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.fully_sharded import Sharding
 from megatron_moe.optim.matrix_exchange import ROUND_NUMEL
@@ -38,7 +38,7 @@ class PlannedMemory:
 
     Attributes:
         weights: the engine's parameter buffers, padding included; the fp32 shards of a fully sharded model, which are
-            its masters too.
+            its masters too. With them the histograms of quantile balancing.
         gradients: the engine's gradient buffers, padding included.
         optimizer: masters and moments.
         activations: peak above these three during the forward and backward passes of a step, with the weights that a
@@ -98,6 +98,10 @@ def rank_memory(run: Run, trace: RankTrace, world_size: int) -> PlannedMemory:
         most_on_host, in_flight = max(most_on_host, on_host), max(in_flight, len(waiting))
 
     weights = trace.weights
+    if QUANTILE in run.moe.moe_router_load_balancing_type:  # the routers' histograms
+        for layer in trace.layers:
+            bins = run.moe.moe_router_quantile_balancing_num_bins * run.derived.moe_layer_pattern[layer]
+            weights += 4 * bins * (run.moe.num_experts or 0)
     gradients = optimizer = host = 0
     update = _muon_bytes(run, trace)
     if trace.units:  # what a fully sharded model gathers and reduces is among the activations

@@ -87,7 +87,11 @@ def test_names_and_buffers_from_the_run_are_those_of_the_built_model(model, one_
 
 def test_the_router_owns_the_state_that_is_declared():
     declared = {name: tensor.stored for part in every_part() for name, tensor in part.state.items()}
-    assert declared == {**dict.fromkeys(TopKRouter.fp32_state, "fp32"), "local_num_tokens": "int64"}
+    assert declared == {
+        **dict.fromkeys(TopKRouter.fp32_state, "fp32"),
+        "local_num_tokens": "int64",
+        "local_differences": "int32",
+    }
 
 
 KEPT_ENDS = ("embedding", "output_layer", "attention")

@@ -24,6 +24,7 @@ BASES = {
     "DENSE": "--mock-data --vocab-size 256 --train-iters 5",
     "FLAT": f"{TINY} --moe-router-num-groups none --moe-router-group-topk none",
 }
+BASES["QUANTILES"] = f"{BASES['FLAT']} --moe-router-load-balancing-type quantile_balancing --moe-aux-loss-coeff 0"
 TABLE = yaml.load(Path(__file__).with_name("refusals.yaml").read_text(), Loader=yaml.CSafeLoader)
 RANGES = {name: field.within for name, field in all_fields().items() if field.within is not None}
 ROWS = [pytest.param(rule, row, id=f"{rule}-{n}") for rule, found in TABLE.items() for n, row in enumerate(found)]

@@ -105,6 +105,10 @@ BF16 = {**EXPERTS, "bf16": True}
 CAPACITY = {**EXPERTS, "moe_expert_capacity_factor": 1.5}
 HYBRID_EP = {**FLEX, "moe_flex_dispatcher_backend": "hybridep"}
 AUX_LOSS = {**EXPERTS, "moe_router_load_balancing_type": ("aux_loss",)}
+QUANTILES = {
+    **{"moe_router_load_balancing_type": ("quantile_balancing",), "moe_router_enable_expert_bias": True},
+    **{**EXPERTS, "moe_router_score_function": "sigmoid"},
+}
 MOE = {
     **same({}, num_experts=8),
     **same(EXPERTS, hidden_size=128, ffn_hidden_size=96),
@@ -127,6 +131,8 @@ MOE = {
         {**EXPERTS, "moe_aux_loss_coeff": (0.5,)},
         {"aux_losses": (("seq_aux_loss", 0.5),)},
     ),
+    "moe_router_quantile_balancing_ema": (0.5, QUANTILES, {"quantile_ema": 0.5}),
+    "moe_router_quantile_balancing_num_bins": (9, QUANTILES, {"quantile_bins": 9}),
     "moe_aux_loss_coeff": ((0.25,), AUX_LOSS, {"aux_losses": (("aux_loss", 0.25),)}),
     "moe_global_aux_loss_counts": ("running", EXPERTS, {"global_counts": "running"}),
     "moe_seq_aux_loss_per": ("document", EXPERTS, {"seq_loss_per": "document"}),

@@ -7,6 +7,7 @@ import math
 
 from megatron_moe.config import schema
 from megatron_moe.config.fields import all_fields
+from megatron_moe.config.model_flags import NO_LOSSES, QUANTILE
 from megatron_moe.config.rules.rule import (
     Refusal,
     divisors,
@@ -259,7 +260,8 @@ unread(
 unread(
     ("moe_router_bias_update_rate", "moe_router_bias_center"),
     "moe_router_enable_expert_bias",
-    "there is no bias to update; add --moe-router-enable-expert-bias or drop the flag",
+    "no bias is moved by it; add --moe-router-enable-expert-bias, without quantile_balancing, or drop the flag",
+    is_read=lambda run: run.moe.moe_router_enable_expert_bias and not _balances_by(run, QUANTILE),
     in_megatron=True,
     refused_there=("moe_router_bias_center",),
 )
@@ -301,26 +303,26 @@ refuse(
 
 @rule()
 def balancing_lists_match(run: Run) -> None:
-    """Require one coefficient above 0 per auxiliary loss, each given once; `none` and `sinkhorn` stand alone."""
+    """Require one coefficient above 0 per auxiliary loss, each given once; what has none stands alone."""
     kinds, coeffs = run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff
     if len(kinds) != len(coeffs):
         raise Refusal(
             ("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
             f"{len(kinds)} losses and {len(coeffs)} coefficients; give one coefficient per loss",
         )
-    if len(set(kinds)) != len(kinds) or (len(kinds) > 1 and {"none", "sinkhorn"} & set(kinds)):
+    if len(set(kinds)) != len(kinds) or (len(kinds) > 1 and NO_LOSSES & set(kinds)):
         raise Refusal(
             ("moe_router_load_balancing_type",),
-            "name each loss once, `none` and `sinkhorn` only alone; e.g. aux_loss seq_aux_loss",
+            "name each loss once, and what is no loss only alone; e.g. aux_loss seq_aux_loss",
         )
     for kind, coeff in zip(kinds, coeffs):
-        if kind in ("none", "sinkhorn") and coeff:
+        if kind in NO_LOSSES and coeff:
             raise Refusal(
                 ("moe_aux_loss_coeff", "moe_router_load_balancing_type"),
                 "the coefficient would be ignored; add --moe-router-load-balancing-type aux_loss, which --defaults"
                 " megatron takes too, or drop it",
             )
-        if kind not in ("none", "sinkhorn") and not coeff:
+        if kind not in NO_LOSSES and not coeff:
             raise Refusal(
                 ("moe_router_load_balancing_type", "moe_aux_loss_coeff"),
                 f"{kind} with coefficient 0 does nothing; give one, e.g. --moe-aux-loss-coeff 0.01, or use type none",
@@ -369,6 +371,39 @@ refuse(
     when=lambda run: run.moe.moe_expert_capacity_factor is not None and _balances_by(run, "sinkhorn"),
 )
 unread(
+    ("moe_router_quantile_balancing_ema", "moe_router_quantile_balancing_num_bins"),
+    "moe_router_load_balancing_type",
+    "only quantile_balancing reads it; add --moe-router-load-balancing-type quantile_balancing or drop the flag",
+    is_read=lambda run: _balances_by(run, QUANTILE),
+    in_megatron=True,
+)
+refuse(
+    "quantiles_set_the_expert_bias",
+    ("moe_router_load_balancing_type", "moe_router_enable_expert_bias"),
+    "quantile_balancing sets the expert bias; add --moe-router-enable-expert-bias",
+    when=lambda run: _balances_by(run, QUANTILE) and not run.moe.moe_router_enable_expert_bias,
+)
+refuse(
+    "quantiles_are_of_sigmoids",
+    ("moe_router_load_balancing_type", "moe_router_score_function"),
+    "the histogram is made for scores from 0 to 1 that do not shrink with the number of experts; use"
+    " --moe-router-score-function sigmoid",
+    when=lambda run: _balances_by(run, QUANTILE) and run.moe.moe_router_score_function != "sigmoid",
+)
+refuse(
+    "quantiles_are_of_one_group",
+    ("moe_router_load_balancing_type", "moe_router_num_groups"),
+    "a token's threshold is its best score that is not chosen, among all experts; use"
+    " --moe-router-num-groups none --moe-router-group-topk none",
+    when=lambda run: _balances_by(run, QUANTILE) and (run.moe.moe_router_num_groups or 1) > 1,
+)
+refuse(
+    "quantiles_need_an_expert_left",
+    ("moe_router_load_balancing_type", "moe_router_topk", "num_experts"),
+    "every token chooses all experts, and there is nothing to balance; use --moe-router-load-balancing-type none",
+    when=lambda run: _balances_by(run, QUANTILE) and run.moe.moe_router_topk == run.moe.num_experts,
+)
+unread(
     ("moe_token_drop_policy", "moe_pad_expert_input_to_capacity"),
     "moe_expert_capacity_factor",
     "experts take all their tokens; add --moe-expert-capacity-factor, e.g. 1.25, or drop the flag",
@@ -384,8 +419,10 @@ refuse(
 refuse(
     "forced_balance_is_the_only_choice",
     ("moe_router_force_load_balancing", "moe_router_load_balancing_type"),
-    "round robin takes the place of sinkhorn's choice; use --moe-router-load-balancing-type none",
-    when=lambda run: run.moe.moe_router_force_load_balancing and _balances_by(run, "sinkhorn"),
+    "round robin takes the place of the balanced choice; use --moe-router-load-balancing-type none",
+    when=lambda run: (
+        run.moe.moe_router_force_load_balancing and {"sinkhorn", QUANTILE} & set(run.moe.moe_router_load_balancing_type)
+    ),
 )
 
 
