@@ -286,8 +286,9 @@ class Mixture:
             self.at(number - 1)
         block, inside = divmod(number - self.first, _BLOCK)
         taken = list(self._starts[block].taken)
-        for source, index in self._blocks[block][:inside] if inside else ():
-            taken[source] = index + 1
+        if inside:
+            for source, index in self._blocks[block][:inside]:
+                taken[source] = index + 1
         return {source.name: samples / count for source, samples, count in zip(self.sources, taken, self.epoch_samples)}
 
     def _state(self, number: int) -> _State:

@@ -88,6 +88,7 @@ def stepped(flags: dict[str, Any], slowly: bool = False, at_once: int = 1) -> li
     from megatron_moe.data.batches import batch_iterators
     from megatron_moe.data.datasets import build_named
     from megatron_moe.data.tokenizers import NullTokenizer
+    from megatron_moe.moe.load_balance import TokenCountError
     from megatron_moe.training.callbacks.reporting import HealthProbe
     from megatron_moe.training.metrics import expert_load
 
@@ -103,6 +104,10 @@ def stepped(flags: dict[str, Any], slowly: bool = False, at_once: int = 1) -> li
         assert result.committed
         load = expert_load(result.router_update, trainer.groups).tokens_per_expert
         health = probe.health(load, TrainingProgress(1, 8), trainer.groups.pp)
+        if slowly:
+            wrong = {layer: counts[::-1] for layer, counts in load.items()}
+            with pytest.raises(TokenCountError, match="experts got .* of all sources together"):
+                probe.health(wrong, TrainingProgress(1, 8), trainer.groups.pp)
         sums = {"loss": result.loss_sum, "tokens": result.token_sum, "sources": result.source_sums, "load": load}
         of_layers = {layer: found.tokens_per_source for layer, found in health.layers.items()}
         steps.append({**sums, "choices": of_layers, "oracle": oracle})

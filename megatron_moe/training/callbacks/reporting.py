@@ -333,8 +333,9 @@ class HealthProbe:
                 number, experts = router.layer_number or 0, router.options.num_experts
                 of_sources = {name: by_source[experts * k :][:experts] for k, name in enumerate(self._sources)}
                 total = tokens_per_expert.get(number, [])
-                if of_sources and [sum(column) for column in zip(*of_sources.values())] != total:
-                    raise TokenCountError(f"layer {number}: {of_sources} choices by source, of {total}")
+                together = [sum(column) for column in zip(*of_sources.values())]
+                if of_sources and together != total:
+                    raise TokenCountError(f"layer {number}: experts got {total}, of all sources together {together}")
                 local[number] = LayerHealth(
                     load_health(total),
                     int(sampled),
