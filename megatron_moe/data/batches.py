@@ -26,7 +26,9 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_moe import platform
 from megatron_moe.config.pipeline_layout import Stage
 from megatron_moe.config.schema import Run
+from megatron_moe.data.mixture import Mixture
 from megatron_moe.parallel.sequence import balanced_places, context_parallel_slice
+from megatron_moe.platform.hardware import on_device
 from megatron_moe.platform.protocols import ProcessGroups
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -34,6 +36,8 @@ DOCUMENTS, PLACES, HOST_DOCUMENTS = "documents", "places", "documents on the hos
 """Of each token the place in its sequence of its document's first one, -1 for padding, where documents do not see each
 other; with ranks that share a sequence, the places of their tokens, the same in all sequences of a micro-batch; both
 together, [B + CP, S / CP] or [B, S], in the memory of the host, if it has read them."""
+SOURCES = "sources"
+"""Of K named sources, whether each sequence of a micro-batch is of it: [K, B] bool, on every rank."""
 Batch = dict[str, "Tensor | None"]
 
 
@@ -282,9 +286,11 @@ class BatchIterator:
 
     A micro-batch is a dict of `tokens`, `labels`, `position_ids` int64 [B, S] and `loss_mask` float32 [B, S] on the
     run's device, with `documents` int64 [B, S] where these do not see each other; of Nones where the rank needs none.
+    With named sources it has `SOURCES`, too.
 
     Attributes:
         consumed_samples: samples that all data-parallel ranks together have taken, from the dataset's beginning.
+        num_sources: named sources, 0 without names.
         observer: a function that is called with every micro-batch before it is used.
     """
 
@@ -296,18 +302,23 @@ class BatchIterator:
         samples_per_round: int,
         hashed_from: int | None = None,
         hashed_keys: int = len(KEYS),
+        mixture: Mixture | None = None,
+        rows: range = range(0),
     ) -> None:
         """Initialise it.
 
         Args:
             hashed_from: this rank's first place in a round where it hashes what it reads, else None.
             hashed_keys: how many keys are hashed; those behind them depend on the layout.
+            rows: this rank's places in a round, whose sources `mixture` knows.
         """
         self._reader = reader
         self._receive = receive
         self._samples_per_round = samples_per_round
         self._hashed_from, self._hashed_keys = hashed_from, hashed_keys
         self._words, self._pairs, self._padding = NOTHING, 0, 0
+        self._mixture, self._rows = mixture, rows
+        self.num_sources = 0 if mixture is None else len(mixture.sources)
         self.consumed_samples = consumed_samples
         self.observer: Callable[[Batch], None] | None = None
 
@@ -327,6 +338,10 @@ class BatchIterator:
                     pairs, padding = pairs_and_padding(packed[len(KEYS)])
                     self._pairs, self._padding = self._pairs + pairs, self._padding + padding
             batch = self._receive(packed)
+        if self._mixture is not None:
+            sources = [self._mixture.at(self.consumed_samples + row)[0] for row in self._rows]
+            members = [source == number for number in range(self.num_sources) for source in sources]
+            batch[SOURCES] = on_device(members, torch.bool).view(self.num_sources, len(sources))
         self.consumed_samples += self._samples_per_round
         if self.observer is not None:
             self.observer(batch)
@@ -380,7 +395,17 @@ def batch_iterators(
             sharing = run.parallel.context_parallel_size
             reader = Reader(dataset, indices, vocab_size, run.data.num_workers, dp_rank * size, keys_of(run), sharing)
         receiver = Receiver(run, pg_collection) if wanted else None
-        hashed_from = dp_rank * size if hashed else None
-        iterator = BatchIterator(reader, receiver, consumed_samples, size * dp_size, hashed_from, len(keys_of(run)))
-        found.append(iterator)
+        first = dp_rank * size
+        found.append(
+            BatchIterator(
+                reader,
+                receiver,
+                consumed_samples,
+                size * dp_size,
+                first if hashed else None,
+                len(keys_of(run)),
+                getattr(dataset, "mixture", None),
+                range(first, first + size),
+            )
+        )
     return found

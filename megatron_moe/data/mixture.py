@@ -280,6 +280,17 @@ class Mixture:
             found[source.name] = facts
         return found
 
+    def epochs(self, number: int) -> dict[str, float]:
+        """Return the passes over each source that the run's first `number` samples made."""
+        if number > self.first:
+            self.at(number - 1)
+        block, inside = divmod(number - self.first, _BLOCK)
+        taken = list(self._starts[block].taken)
+        if inside:
+            for source, index in self._blocks[block][:inside]:
+                taken[source] = index + 1
+        return {source.name: samples / count for source, samples, count in zip(self.sources, taken, self.epoch_samples)}
+
     def _state(self, number: int) -> _State:
         if number > self.first:
             self.at(number - 1)

@@ -128,7 +128,7 @@ class FusedLoss:
 
 
 def loss_func(
-    loss_mask: Tensor, output: Tensor, shared_by: ProcessGroup | None = None
+    loss_mask: Tensor, output: Tensor, shared_by: ProcessGroup | None = None, sources: Tensor | None = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum the losses of the tokens that count.
 
@@ -138,17 +138,24 @@ def loss_func(
         shared_by: the context-parallel ranks, where the loss is a mean over a micro-batch. The mean is over the tokens
             of all these ranks, whose numbers may differ: their tokens are added up (a collective), and because the
             gradients of these ranks will be averaged, each rank's sum is multiplied by the number of ranks.
+        sources: [K, B] bool, whether a sequence is of a source; None: sources have no names.
 
     Returns:
         The sum (fp32 scalar), the number of tokens (int scalar), and for the logs {"lm loss": fp32 [sum, tokens]} of
-        this rank alone. With three values the schedule divides by the tokens itself, or leaves that to the end of the
-        step for a loss per token; with two it would also multiply by the context-parallel size.
+        this rank alone, and {"source losses": fp64 [2, K]}, the same of each source. With three values the schedule
+        divides by the tokens itself, or leaves that to the end of the step for a loss per token; with two it would also
+        multiply by the context-parallel size.
     """
     mask = loss_mask.reshape(-1).float()
-    total = torch.sum(output.reshape(-1).float() * mask)
+    losses = output.reshape(-1).float() * mask
+    total = torch.sum(losses)
     tokens = mask.sum()
     # The schedule divides `total` in place; the logged value must not follow.
-    logged = torch.stack((total.detach().clone(), tokens))
+    logged = {"lm loss": torch.stack((total.detach().clone(), tokens))}
+    if sources is not None:
+        of_rows = torch.stack((losses.detach(), mask)).view(2, 1, *output.shape).sum(-1, dtype=torch.float64)
+        # Not a product: one source's loss that is not finite would be every source's.
+        logged["source losses"] = torch.where(sources, of_rows, 0.0).sum(-1)
     if shared_by is not None and shared_by.size() > 1:
         total, tokens = total * shared_by.size(), all_reduce_sum(tokens, shared_by)
-    return total, tokens.to(torch.int), {"lm loss": logged}
+    return total, tokens.to(torch.int), logged

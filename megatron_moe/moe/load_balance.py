@@ -36,6 +36,16 @@ def requested_counts(routed: RoutedTokens) -> Tensor:
     return count_tokens(ids, routed.scores.shape[-1], micro_batch.is_padding, micro_batch.num_sequences)
 
 
+def dispatched_counts(routed: RoutedTokens) -> Tensor:
+    """Return the number of choices per sequence and expert that are dispatched, [B, E] int64."""
+    ids, kept, num_sequences = routed.decision.expert_ids, routed.decision.kept, routed.micro_batch.num_sequences
+    if kept is None:
+        return requested_counts(routed)
+    # All first choices, then all second ones: a choice's place says, as a token's does, of which sequence it is.
+    one_each = ids.t().reshape(-1, 1)
+    return count_tokens(one_each, routed.scores.shape[-1], ~kept.t().reshape(-1), num_sequences)
+
+
 def updated_expert_bias(
     expert_bias: Tensor, tokens_per_expert: Tensor, update_rate: float, center: bool = False
 ) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_moe.moe.load_balance import dispatched_counts
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import RoutedTokens, choice_scores, choose_experts, ranked_values, scores_from_logits
@@ -30,9 +31,10 @@ class RoutingProbe:
     Args:
         num_tokens: tokens to sample in the step, spread evenly over its micro-batches and within each of them.
         num_micro_batches: micro-batches of the step.
+        num_sources: named sources, whose choices are counted; 0: none.
     """
 
-    def __init__(self, num_tokens: int, num_micro_batches: int) -> None:
+    def __init__(self, num_tokens: int, num_micro_batches: int, num_sources: int = 0) -> None:
         self._num_tokens = num_tokens
         self._num_micro_batches = num_micro_batches
         self._seen = 0
@@ -40,10 +42,19 @@ class RoutingProbe:
         """[3] fp64: sampled, flipped, margin_sum; None before the first micro-batch."""
         self.margin_histogram: Tensor | None = None
         self.max_logit: Tensor | None = None
+        self.sources: Tensor | None = None
+        """[K, B] bool, whether a sequence of the pass that comes is of a source."""
+        self.tokens_per_source: Tensor | None = None
+        """[K, E] int64, the choices that experts got of the tokens of each source; None without sources."""
+        self._num_sources = num_sources
 
     @torch.no_grad()
     def see(self, router: TopKRouter, routed: RoutedTokens) -> None:
-        """Measure one micro-batch."""
+        """Measure one micro-batch.
+
+        Raises:
+            RuntimeError: nothing told the sources of its sequences.
+        """
         logits, is_padding = routed.logits, routed.micro_batch.is_padding
         valid = None if is_padding is None else (~is_padding).nonzero().squeeze(-1)
         number = logits.shape[0] if valid is None else valid.shape[0]
@@ -65,6 +76,12 @@ class RoutingProbe:
         self.sums += torch.stack([flips.new_tensor(flips.shape[0]), flips.sum(), margins.sum()])
         bins = ((margins.log2() - _LOWEST) * _STEPS_PER_OCTAVE).clamp(0, MARGIN_BINS - 1).long()
         self.margin_histogram += torch.bincount(bins, minlength=MARGIN_BINS)
+
+        if self._num_sources and self.sources is None:
+            raise RuntimeError(f"layer {router.layer_number}: a pass of a micro-batch whose sources are not known")
+        if self.sources is not None:
+            counts = torch.where(self.sources.unsqueeze(-1), dispatched_counts(routed), 0).sum(dim=1)
+            self.tokens_per_source = counts if self.tokens_per_source is None else self.tokens_per_source + counts
 
     def _share(self) -> int:
         """Return the number of tokens to sample in this micro-batch."""

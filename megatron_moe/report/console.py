@@ -40,6 +40,7 @@ LEGEND: tuple[tuple[str, str], ...] = (
     ("empty", "experts, of all layers together, that got no token in the step"),
     ("dropped", "share of choices beyond the experts' capacity (--moe-expert-capacity-factor)"),
     ("left", "time until --train-iters, at the pace of the last steps"),
+    ("ep", "of each source (--data-config): loss, tokens since the last line that count for it, passes so far"),
     ("effective", "of the worst layer, how many evenly used experts would have the same entropy"),
     ("flips", "of the worst layer, the share of tokens that would get other experts if the router computed in fp64"),
     ("max logit", "the largest magnitude of a router's logits, over all tokens"),
@@ -96,7 +97,9 @@ class ConsoleSink(Sink):
 
     def step(self, record: StepRecord) -> None:
         if self._records:
-            self._records[-1] = self._records[-1].replace(tokens_per_expert={}, dropped_per_expert={})
+            last = self._records[-1]
+            health = last.health and last.health.without_counts()
+            self._records[-1] = last.replace(tokens_per_expert={}, dropped_per_expert={}, health=health)
         self._records.append(record)
         due = record.iteration % self._log_interval == 0 or record.iteration == self._train_iters
         if due or not self._seen_a_step:

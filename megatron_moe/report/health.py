@@ -43,11 +43,14 @@ class LayerHealth:
     bias_min: float | None
     bias_max: float | None
     bias_mean: float | None
+    tokens_per_source: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    """The E counts of each named source, which sum to the layer's tokens_per_expert."""
 
     def figures(self) -> dict[str, float]:
         """Return the numbers that the layer has, those of its load included."""
         found = dataclasses.asdict(self)
         found.update(found.pop("load") or {})
+        del found["tokens_per_source"]
         return {name: float(value) for name, value in found.items() if value is not None}
 
 
@@ -95,6 +98,11 @@ class Health:
     first_moment_rounding: float | None = None
     second_moment_rounding: float | None = None
     update_rounding: float | None = None
+
+    def without_counts(self) -> Health:
+        """Return the health without `tokens_per_source`, which may be megabytes."""
+        layers = {number: dataclasses.replace(layer, tokens_per_source={}) for number, layer in self.layers.items()}
+        return dataclasses.replace(self, layers=layers)
 
     @property
     def worst(self) -> dict[str, float]:

@@ -24,7 +24,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import finite
 from megatron_moe.report.health import Health, LayerHealth, LoadHealth
 from megatron_moe.report.metric import added_metrics, metrics
-from megatron_moe.report.records import EvalRecord, EventRecord, StepRecord
+from megatron_moe.report.records import EvalRecord, EventRecord, SourceStep, StepRecord
 from megatron_moe.report.run_info import Totals, info_path, read_info
 from megatron_moe.report.sink import Sink
 
@@ -46,6 +46,7 @@ def to_json(record: StepRecord | EvalRecord | EventRecord) -> dict[str, Any]:
         line = record.values()
         if record.health is not None:
             line["health"] = dataclasses.asdict(record.health)
+        line["sources"] = {name: dataclasses.asdict(source) for name, source in record.sources.items()}
         for metric in metrics():
             if metric.exact and line.get(metric.name) is not None:
                 line[f"{metric.name}_hex"] = float(line[metric.name]).hex()
@@ -66,6 +67,7 @@ def step_from_json(line: dict[str, Any]) -> StepRecord:
         values["health"] = Health(**{**health, "layers": layers})
     for name in ("tokens_per_expert", "dropped_per_expert"):
         values[name] = {int(layer): counts for layer, counts in (values.get(name) or {}).items()}
+    values["sources"] = {name: SourceStep(**facts) for name, facts in (values.get("sources") or {}).items()}
     values["mtp_losses"] = [math.nan if loss is None else loss for loss in values.get("mtp_losses") or ()]
     extra: dict[str, Any] = {metric.name: None for metric in added_metrics()}
     for name in line:

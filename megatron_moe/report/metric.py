@@ -182,6 +182,27 @@ def _mean_mtp_losses(records: Sequence[StepRecord]) -> str | None:
     return f"mtp{text}" if text else None
 
 
+def _sources(records: Sequence[StepRecord]) -> str | None:
+    """Return each source's mean loss and its tokens, in the steps that were applied, and its epochs so far."""
+    parts = []
+    for name, last in records[-1].sources.items():
+        steps = [record.sources[name] for record in _applied(records)]
+        tokens = sum(step.tokens for step in steps)
+        losses = math.fsum(step.tokens * step.loss for step in steps if step.loss is not None)
+        loss = f"{losses / tokens:.4f}" if tokens else "-"
+        parts.append(f"{name} {loss} {tokens:,} tok {last.epochs:.2f} ep")
+    return " | ".join(parts) or None
+
+
+def _source_scalars(record: StepRecord) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for name, source in record.sources.items():
+        found[f"loss/source/{name}"] = source.loss
+        found[f"tokens/source/{name}"] = source.tokens
+        found[f"epochs/source/{name}"] = source.epochs
+    return found
+
+
 def _mean_rate(records: Sequence[StepRecord], name: str) -> float:
     """Return the mean of a rate over the time of all steps."""
     amount = seconds = 0.0
@@ -328,6 +349,13 @@ BUILT_IN: tuple[Metric, ...] = (
         console=_mean_mtp_losses,
         console_rank=15,
         tensorboard=lambda record: {f"loss/mtp_{i}": loss for i, loss in enumerate(record.mtp_losses, start=1)},
+    ),
+    Metric(
+        "sources",
+        "by source",
+        console=_sources,
+        console_rank=105,
+        tensorboard=_source_scalars,
     ),
     Metric("params_norm", console="params norm {:.3f}", console_rank=31, tensorboard="params-norm"),
     Metric(

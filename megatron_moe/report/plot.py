@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 512
 """Rows (layers x experts) up to which every expert gets a row of the heat map; beyond, every layer gets one."""
+STEPS_OF_SOURCES, MOST_SOURCES = 10, 8
+"""Measured steps whose choices by source are added up, and the sources that are shown of them."""
 MAX_COLUMNS = 800
 """Points in time at which the loads of experts are shown: those of longer runs are averaged over equal spans of counted
 steps, so that reading a run of any length takes a bounded memory for them."""
@@ -107,6 +111,47 @@ class Loads:
             self.rows.add(np.concatenate(loads))
 
 
+class SourceLoads:
+    """How the tokens of each source fell on the experts of each layer, in the last steps where that was counted."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.iterations: deque[int] = deque(maxlen=STEPS_OF_SOURCES)
+        self._counts: deque[dict[str, np.ndarray]] = deque(maxlen=STEPS_OF_SOURCES)
+
+    def add(self, iteration: int, counts: Mapping[int, Mapping[str, Sequence[int]]]) -> None:
+        """Take the counts of a step, layer -> source -> its choices that each expert got; none leaves all as it is."""
+        found: dict[str, np.ndarray] = {}
+        most = max((len(row) for of_layer in counts.values() for row in of_layer.values()), default=0)
+        for place, of_layer in enumerate(counts.values()):
+            for name, row in of_layer.items():
+                # Layers with fewer experts have NaN at their end.
+                table = found.setdefault(name, np.full((len(counts), most), np.nan))
+                table[place, : len(row)] = row
+        if not found:
+            return
+        if list(counts) != self.layers:
+            self.layers = list(counts)
+            self.iterations.clear()
+            self._counts.clear()
+        self.iterations.append(iteration)
+        self._counts.append(found)
+
+    def loads(self) -> dict[str, np.ndarray]:
+        """Return source -> [L, E] its choices over the mean of the layer, of up to `MOST_SOURCES` with the most."""
+        totals: dict[str, np.ndarray] = {}
+        for step in self._counts:
+            for name, table in step.items():
+                totals[name] = totals.get(name, 0) + table
+        largest = sorted(totals, key=lambda name: -np.nansum(totals[name]))[:MOST_SOURCES]
+        for name, table in list(totals.items()):
+            if name in largest:
+                totals[name] = table / np.maximum(np.nanmean(table, axis=1, keepdims=True), 1e-9)
+            else:
+                del totals[name]
+        return totals
+
+
 class History:
     """The data of a run that the picture shows, read from its metrics file; a skipped step has a gap in the loss."""
 
@@ -117,12 +162,23 @@ class History:
         self.tokens, self.seconds = 0, 0.0
         self.plotted = {metric.name: array("d") for metric in metrics() if metric.plot}
         """Of each metric that has a panel of its own (`Metric.plot`), its values; NaN where there is none."""
+        self.sources: dict[str, tuple[array[int], array[float]]] = {}
+        """Of each source the iterations with tokens of it, and its loss there."""
+        self.source_loads = SourceLoads()
         for record in read_steps(metrics_file):
             self.iterations.append(record.iteration)
             self.losses.append(math.nan if record.skipped else record.loss)
             for name, values in self.plotted.items():
                 value = getattr(record, name)
                 values.append(math.nan if value is None else float(value))
+            for name, source in record.sources.items():
+                if source.loss is not None and not record.skipped:
+                    iterations, losses = self.sources.setdefault(name, (array("q"), array("d")))
+                    iterations.append(record.iteration)
+                    losses.append(source.loss)
+            if record.health is not None:
+                layers = record.health.layers.items()
+                self.source_loads.add(record.iteration, {number: layer.tokens_per_source for number, layer in layers})
             self.tokens += record.tokens
             self.seconds += record.seconds
             if record.tokens_per_expert:
@@ -166,28 +222,39 @@ def draw(metrics_file: Path, plot_file: Path, *, unigram_entropy: float | None =
     """Draw a run's metrics as a PNG, written atomically.
 
     The upper panel shows the training loss, its running mean, the evaluations and the unigram entropy (nats per token);
-    the others, where the model has experts, max / mean of each MoE layer's load, and the load of each expert; below
-    these, each metric that asks for a panel.
+    the others, where sources have names, the loss of each; where the model has experts, max / mean of each MoE layer's
+    load, and the load of each expert; below these, each metric that asks for a panel, and the loads by source.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     history = History(metrics_file)
-    heights = [3.2]
+    heights, by_source = [3.2], history.source_loads.loads()
+    if history.sources:
+        heights.append(2.4)
     if history.loads is not None:
         heights += [1.7, 2.8]
     heights += [1.7] * len(history.plotted)
+    if by_source:
+        heights.append(2.4)
     with matplotlib.rc_context(_INK):
         figure = Figure(figsize=(10, 1.3 + sum(heights)), dpi=130, layout="constrained")
         FigureCanvasAgg(figure)
-        panels: list[Axes] = list(
-            figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights, sharex=True)[:, 0]
-        )
+        panels: list[Axes] = list(figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0])
+        if by_source:
+            _draw_source_loads(panels.pop(), history.source_loads, by_source)
+        for panel in panels[1:]:
+            panel.sharex(panels[0])
+        for panel in panels[:-1]:
+            panel.tick_params(labelbottom=False)
         _draw_loss(panels[0], history, unigram_entropy)
+        if history.sources:
+            _draw_source_losses(panels[1], history)
         if history.loads is not None:
-            _draw_balance(panels[1], history.loads)
-            _draw_load(panels[2], history.loads)
+            first = 2 if history.sources else 1
+            _draw_balance(panels[first], history.loads)
+            _draw_load(panels[first + 1], history.loads)
         own_panels = panels[len(panels) - len(history.plotted) :]
         for panel, metric in zip(own_panels, filter(lambda metric: metric.plot, metrics())):
             panel.plot(history.iterations, history.plotted[metric.name], ".-", color=_TRAIN, lw=1.0, ms=3)
@@ -246,6 +313,32 @@ def _draw_loss(panel: Axes, history: History, unigram_entropy: float | None) -> 
         panel.set_title(note, loc="right", fontsize=9, fontweight="normal", color="#555555")
     panel.legend(loc="upper right")
     panel.margins(x=0.01)
+
+
+def _draw_source_losses(panel: Axes, history: History) -> None:
+    for name, (iterations, losses) in history.sources.items():
+        values = np.asarray(losses, dtype=np.float64)
+        if len(values) >= 30:
+            values = running_mean(values, max(3, len(values) // 50))
+        panel.plot(iterations, values, lw=1.2, label=f"{name} (last {losses[-1]:.3f})")
+    panel.set_title("Loss of each source")
+    panel.set_ylabel("nats per token")
+    panel.legend(loc="upper right", ncols=2)
+
+
+def _draw_source_loads(panel: Axes, found: SourceLoads, loads: Mapping[str, np.ndarray]) -> None:
+    """Draw the experts of each source side by side, a row for each layer."""
+    experts = next(iter(loads.values())).shape[1]
+    image = np.concatenate(list(loads.values()), axis=1)
+    mesh = panel.imshow(image, aspect="auto", cmap="RdBu_r", vmin=0.0, vmax=2.0, interpolation="nearest")
+    for number in range(1, len(loads)):
+        panel.axvline(number * experts - 0.5, color="#222222", lw=0.8)
+    panel.set_xticks([(number + 0.5) * experts - 0.5 for number in range(len(loads))], list(loads))
+    shown = range(0, len(found.layers), max(1, len(found.layers) // 16))
+    panel.set_yticks(list(shown), [f"layer {found.layers[place]}" for place in shown])
+    panel.grid(False)
+    panel.set_title(f"Tokens of each source by expert / mean of the layer, {len(found.iterations)} steps")
+    panel.figure.colorbar(mesh, ax=panel, pad=0.01, fraction=0.03, extend="max")
 
 
 def _draw_balance(panel: Axes, loads: Loads) -> None:

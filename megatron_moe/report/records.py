@@ -11,6 +11,19 @@ from typing import TYPE_CHECKING, Any
 from megatron_moe.report.health import Health
 
 
+@dataclass(frozen=True)
+class SourceStep:
+    """A named source in one step.
+
+    loss: nats per token, None without tokens. tokens: of the step that count for the loss. epochs: the passes over it
+    since the run began.
+    """
+
+    loss: float | None
+    tokens: int
+    epochs: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """The metrics of one optimizer step, in the order of the keys in metrics.jsonl.
@@ -43,6 +56,7 @@ class StepRecord:
     health: Health | None = None  # at the steps of --health-interval
     dropped_per_expert: dict[int, list[int]] = field(default_factory=dict)
     mtp_losses: list[float] = field(default_factory=list)
+    sources: dict[str, SourceStep] = field(default_factory=dict)
     params_norm: float | None = None
     num_zeros: int | None = None
     max_attention_logit: float | None = None

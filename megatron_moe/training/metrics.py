@@ -19,7 +19,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.platform.protocols import ProcessGroups
 from megatron_moe.report.health import Health
 from megatron_moe.report.metric import ExpertLoad, MetricError, StepFacts, added_metrics, with_added_metrics
-from megatron_moe.report.records import StepRecord
+from megatron_moe.report.records import SourceStep, StepRecord
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.step import StepResult
 from megatron_moe.training.step_sums import max_over_ranks
@@ -116,10 +116,11 @@ class Meter:
         global_batch_size: int,
         seconds: float,
         health: Health | None = None,
+        epochs: Mapping[str, float] | None = None,
         params_norm: float | None = None,
         part_seconds: Mapping[str, float] | None = None,
     ) -> StepRecord:
-        """Return one step's record.
+        """Return one step's record; epochs: the passes over each named source so far.
 
         Collective over all ranks where a program has added metrics: one of them may fail on one rank alone.
 
@@ -147,6 +148,10 @@ class Meter:
             memory = platform.memory_statistics()
         if flags.log_world_size_to_tensorboard:
             world_size = self._world_size
+        names, sums = epochs or {}, result.source_sums
+        sources = {}
+        for (name, passes), loss, count in zip(names.items(), sums[: len(names)], sums[len(names) :]):
+            sources[name] = SourceStep(loss / count if count else None, int(count), passes)
         record = StepRecord(
             iteration=iteration,
             consumed_samples=consumed_samples,
@@ -172,6 +177,7 @@ class Meter:
             health=health,
             dropped_per_expert=load.dropped_per_expert,
             mtp_losses=list(result.mtp_losses),
+            sources=sources,
             params_norm=params_norm,
             num_zeros=result.gradient_zeros,
             max_attention_logit=result.max_attention_logit,

@@ -28,7 +28,17 @@ import torch
 from torch import Tensor
 
 from megatron_moe import platform
-from megatron_moe.data.batches import DOCUMENTS, HOST_DOCUMENTS, NOTHING, PLACES, Batch, BatchIterator, added, words_of
+from megatron_moe.data.batches import (
+    DOCUMENTS,
+    HOST_DOCUMENTS,
+    NOTHING,
+    PLACES,
+    SOURCES,
+    Batch,
+    BatchIterator,
+    added,
+    words_of,
+)
 from megatron_moe.engine.cuda_graphs import CudaGraphs
 from megatron_moe.engine.optimizer import parts
 from megatron_moe.engine.schedules import (
@@ -84,11 +94,18 @@ class StepResult(StepSums):
     """The step was not committed for what fp16 is expected to do now and then: a smaller loss scale follows."""
 
 
+ForwardStep = Callable[..., tuple[Any, Callable[..., Any]]]
+"""A function like `forward_step`."""
+
+
 class StepProbe(Protocol):
     """A measurement of a step that does not change it, such as `training/callbacks/reporting.py`'s or the doctor's."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Return the context in which forward and backward of all micro-batches run."""
+
+    def following(self, forward_step: ForwardStep) -> ForwardStep:
+        """Return `forward_step`, or a function in its place that is called for each micro-batch."""
 
     def see_gradients(self, optimizer: EngineOptimizer) -> None:
         """Measure the reduced gradients before they are clipped; called on all ranks, not after an overflow."""
@@ -159,6 +176,7 @@ def train_step(
             micro_batch_size=micro_batch_size,
             seq_length=seq_length,
             pg_collection=pg_collection,
+            probe=probe,
         )
     router_update, logits = updates[0], largest_attention_logits(model, pg_collection)
     if before_update is not None:
@@ -224,13 +242,19 @@ def _own_sums(
     if mtp_sums is None or pg_collection.tp.rank() != 0:
         depths = get_model_config(model[-1]).mtp_num_layers or 0
         mtp_sums = torch.zeros(2 * depths, dtype=torch.float64, device=platform.device())
+    sample_words, of_documents, source_sums = NOTHING, (0, 0), None
+    if isinstance(batches, BatchIterator):
+        sample_words, of_documents = batches.take_sample_words(), batches.take_pairs_and_padding()
+        if batches.num_sources:
+            source_sums = local_loss(losses, pg_collection, batches.num_sources).flatten()
     own = OwnSums(
         loss=local_loss(losses, pg_collection),
         **_all_finite(optimizer, snapshot, exactly=False),
         overflows=overflows,
         mtp_sums=mtp_sums.flatten(),
-        sample_words=batches.take_sample_words() if isinstance(batches, BatchIterator) else NOTHING,
-        pairs_and_padding=batches.take_pairs_and_padding() if isinstance(batches, BatchIterator) else (0, 0),
+        source_sums=source_sums,
+        sample_words=sample_words,
+        pairs_and_padding=of_documents,
         bias_words=NOTHING,
         grad_norm_squares=squares,
         loss_scale=optimizer.get_loss_scale(),
@@ -289,6 +313,7 @@ def run_micro_batches(
     micro_batch_size: int,
     seq_length: int,
     pg_collection: ProcessGroups,
+    probe: StepProbe | None = None,
 ) -> list[dict[str, Tensor]]:
     """Run forward and backward of a global batch; gradients are added to those in the buffers.
 
@@ -315,7 +340,7 @@ def run_micro_batches(
         # groups where `parallel.groups.initialize` put them: given a collection, it would want a communicator of ours.
         configure(model, finalize_model_grads_func=finalize)
         return get_forward_backward_func()(
-            forward_step_func=forward_step,
+            forward_step_func=forward_step if probe is None else probe.following(forward_step),
             data_iterator=list(batches) if len(batches) > 1 else batches[0],
             model=list(model),
             num_microbatches=num_micro_batches,
@@ -350,4 +375,4 @@ def forward_step(
     per_token = get_model_config(chunk).calculate_per_token_loss
     shared_by = None if per_token else get_attr_wrapped_model(chunk, "pg_collection").cp
     loss_mask: Any = batch["loss_mask"]  # a tensor wherever the schedule calls the loss function
-    return output, partial(loss_func, loss_mask, shared_by=shared_by)
+    return output, partial(loss_func, loss_mask, shared_by=shared_by, sources=batch.get(SOURCES))

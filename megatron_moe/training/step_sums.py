@@ -59,6 +59,8 @@ class StepSums:
     """Pairs of a query and a key that it sees; 0 where documents see each other, and where batches are not a run's."""
     padding: int = 0
     """Positions that are padding, under the same condition."""
+    source_sums: tuple[float, ...] = ()
+    """The loss sums of all named sources, then their tokens that count for the loss."""
 
     @property
     def decided(self) -> bool:
@@ -135,18 +137,23 @@ class OwnSums:
     """[1] fp64, summed already over the ranks that share them, or [0] where they are not counted."""
     attention: Tensor
     """fp64, the same on every rank, see `qk_clip.attention_figures`."""
+    source_sums: Tensor | None = None
+    """[2 K] fp64, see `local_loss`; None: sources have no names."""
 
     def over_all_ranks(self) -> StepSums:
         """Return the sums over all ranks. Collective over all ranks: one all-reduce, and one read from the device."""
         norm_finite = (self.overflows == 0) & self.grad_norm_squares.isfinite().all()
         flags = torch.stack([~(self.gradients_finite & norm_finite), ~self.state_finite]).double()
         words = on_device((*self.sample_words, *self.bias_words, *map(float, self.pairs_and_padding)), torch.float64)
-        added = torch.cat([self.loss, flags, words, self.overflows.double().view(1), self.mtp_sums.double()])
+        parts = [self.loss, flags, words, self.overflows.double().view(1), self.mtp_sums.double()]
+        if self.source_sums is not None:
+            parts.append(self.source_sums)
+        added = torch.cat(parts)
         scale_and_squares = torch.cat([self.loss_scale.view(1), self.grad_norm_squares]).double()
         shared = torch.cat([scale_and_squares, self.gradient_zeros, self.attention])
         numbers = sum_over_ranks(added, shared)
         loss_sum, tokens, non_finite, damaged, *found, overflows = numbers[:11]
-        mtp = numbers[11 : len(added)]
+        mtp_end = 11 + len(self.mtp_sums)
         loss_scale, *rest = numbers[len(added) :]
         norms, counts = len(self.grad_norm_squares), len(self.gradient_zeros)
         squares, zeros, attention = rest[:norms], rest[norms : norms + counts], rest[norms + counts :]
@@ -157,7 +164,8 @@ class OwnSums:
             damaged_ranks=damaged,
             sample_words=(found[0], found[1]),
             bias_words=(found[2], found[3]),
-            mtp_sums=tuple(mtp),
+            mtp_sums=tuple(numbers[11:mtp_end]),
+            source_sums=tuple(numbers[mtp_end : len(added)]),
             overflows=overflows,
             attended_pairs=found[4],
             padding=int(found[5]),
@@ -170,21 +178,23 @@ class OwnSums:
         return sums if sums.committed else replace(sums, gradient_zeros=None, clipped_heads=None)
 
 
-def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroups) -> Tensor:
+def local_loss(losses: list[dict[str, Tensor]], pg_collection: ProcessGroups, num_sources: int = 0) -> Tensor:
     """Return loss sum and token count of this rank's micro-batches (under context parallelism of its part of them).
 
     They are counted by one TP rank of the last stage; the others return zeros, or NaN where their loss is not finite.
 
     Args:
-        losses: the schedule's result, one {"lm loss": [sum, tokens]} per micro-batch; empty before the last stage.
+        losses: the schedule's result, one of `loss_func`'s per micro-batch; empty before the last stage.
+        num_sources: K, to return those of each source; 0: of all together.
 
     Returns:
-        [2] fp64 on the device.
+        [2] fp64 on the device; of sources [2, K].
     """
-    nothing = torch.zeros(2, dtype=torch.float64, device=platform.device())
+    name, shape = ("source losses", (2, num_sources)) if num_sources else ("lm loss", (2,))
+    nothing = torch.zeros(shape, dtype=torch.float64, device=platform.device())
     if not losses:
         return nothing
-    total = torch.stack([entry["lm loss"].double() for entry in losses]).sum(dim=0)
+    total = torch.stack([entry[name].double() for entry in losses]).sum(dim=0)
     if pg_collection.tp.rank() != 0:  # a copy of the first one's, but for a fault
         nothing[0] = torch.where(total[0].isfinite(), 0.0, math.nan)
         return nothing

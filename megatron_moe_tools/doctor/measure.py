@@ -49,7 +49,7 @@ from megatron_moe.parallel import groups
 from megatron_moe.parallel.groups import seed_everything
 from megatron_moe.platform.protocols import EngineOptimizer
 from megatron_moe.training.evaluate import gathered_parameters
-from megatron_moe.training.step import StepResult, connect, forward_step, train_step
+from megatron_moe.training.step import ForwardStep, StepResult, connect, forward_step, train_step
 from megatron_moe.training.step_sums import pop_mtp_losses
 from megatron_moe_tools.launch.local_ranks import LocalRanks
 
@@ -145,6 +145,10 @@ class StepRecorder:
                 for name, router in router_names(chunk):
                     stack.enter_context(router.observed_by(self.routers[name].see))
             yield
+
+    def following(self, forward_step: ForwardStep) -> ForwardStep:
+        """Watch nothing of a micro-batch."""
+        return forward_step
 
     def see_gradients(self, optimizer: EngineOptimizer) -> None:
         """Keep every gradient; with a distributed optimizer, the part of it that this rank reduces."""

@@ -267,6 +267,10 @@ def run_data(state: RunState, name: str) -> dict[str, Any]:
         x[axis] = series.pop(key, {"mean": []})
     info = dict(state.info)
     attempts = info.pop("attempts", None) or []
+    by_source = state.source_loads
+    loads = {}
+    for source, table in by_source.loads().items():
+        loads[source] = table.round(3).tolist()
     return {
         "name": name,
         "status": status,
@@ -287,6 +291,7 @@ def run_data(state: RunState, name: str) -> dict[str, Any]:
         "loads": state.loads.as_json(("load", "dead")),
         "health": state.health.as_json(),
         "experts": state.experts.as_json(),
+        "sourceLoads": {"layers": by_source.layers, "iterations": list(by_source.iterations), "loads": loads},
         "clipped": [state.watch.clipped, state.watch.norms],
         "spikes": list(state.watch.spikes),
         "saves": list(state.saves),

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from megatron_moe.report.jsonl import evaluations_path, events_path
+from megatron_moe.report.plot import SourceLoads
 from megatron_moe.report.run_info import read_info
 
 MOST_SERIES = 200
@@ -359,6 +360,7 @@ class RunState:
         self.evaluations: dict[str, Series] = {}
         self.loads, self.health = LayerSeries(_BINS_OF_LOADS), LayerSeries(_BINS_OF_HEALTH)
         self.experts = ExpertWindow()
+        self.source_loads = SourceLoads()
         self.watch = StepWatch()
         self.events: deque[Line] = deque(maxlen=_MOST_EVENTS)
         self.saves: deque[int] = deque(maxlen=_MOST_EVENTS)
@@ -420,6 +422,8 @@ class RunState:
                 continue
             if isinstance(value, dict):
                 for key, inner in value.items():
+                    if isinstance(inner, dict):
+                        inner = inner.get("loss")  # of a source
                     _put(values, f"{name}.{key}", inner)
             elif isinstance(value, list):
                 for number, inner in enumerate(value, start=1):
@@ -437,7 +441,9 @@ class RunState:
         self.watch.step(line, values)
         if line.get("skipped"):
             values["skipped"] = 1.0
-            values.pop("loss", None)
+            for name in list(values):
+                if name == "loss" or name.startswith("sources."):
+                    del values[name]
         if line.get("loss") is None or ("loss" not in values and not line.get("skipped")):
             values["not_finite"] = 1.0
         counts = line.get("tokens_per_expert")
@@ -463,6 +469,10 @@ class RunState:
         if health.get("gradient_additions"):
             values["health.gradient_lost"] = health["gradient_swallowed"] / health["gradient_additions"]
         layers = sorted(map(int, health["layers"]))
+        by_source = {}
+        for layer in layers:
+            by_source[layer] = health["layers"][str(layer)].get("tokens_per_source") or {}
+        self.source_loads.add(iteration, by_source)
         figures = {}
         for name in _OF_A_LAYER:
             found: Numbers = {}

@@ -72,6 +72,9 @@ def test_an_unedited_restart_goes_on_as_if_there_was_none():
         again = Mixture(sources, [1000, 500, 300], S, first, mixture.state(first))
         assert [again.at(number) for number in range(first, 10_000)] == whole[first:]
     assert mixture.at(5) == whole[5]  # a sample that is read again
+    for number in (0, 1, 4096, 4097, 9000):
+        samples = [facts["samples"] for facts in mixture.state(number).values()]
+        assert list(mixture.epochs(number).values()) == [samples[0] / 1000, samples[1] / 500, samples[2] / 300]
 
 
 def test_a_source_that_stops_ends_the_run_and_dropped_ones_end_it_together():

@@ -1,5 +1,6 @@
 """The built model: its checkpoint keys, its wrapping, what it refuses, and its loss."""
 
+import math
 import warnings
 
 import pytest
@@ -111,6 +112,11 @@ def test_the_loss_counts_masked_tokens_only():
     with torch.no_grad():
         total /= 2  # as the schedule does: what is logged does not follow
     assert logged["lm loss"].tolist() == [21.0, 3.0] and not logged["lm loss"].requires_grad
+    # A source of both sequences, one of the second alone, and one of none: what is not finite stays its own.
+    sources = torch.tensor([[True, False], [False, True], [False, False]])
+    mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
+    logged = loss_func(mask, losses * torch.tensor([[1.0], [math.inf]]), sources=sources)[2]
+    assert logged["source losses"].tolist() == [[5.0, math.inf, 0.0], [2.0, 3.0, 0.0]]
 
 
 def test_a_table_has_the_rows_of_the_flag(one_process):

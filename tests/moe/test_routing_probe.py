@@ -19,7 +19,8 @@ def options(**changes: Any) -> Any:
 
 
 def router(weight: torch.Tensor, bias: torch.Tensor | None = None, **changes: Any) -> Any:
-    return SimpleNamespace(weight=weight, expert_bias=bias, options=options(num_experts=len(weight), **changes))
+    found = {"weight": weight, "expert_bias": bias, "options": options(num_experts=len(weight), **changes)}
+    return SimpleNamespace(layer_number=1, **found)
 
 
 def see(probe: RoutingProbe, gate: Any, hidden: torch.Tensor, is_padding: torch.Tensor | None = None) -> None:
@@ -71,6 +72,8 @@ def test_one_step_is_added_up_over_its_micro_batches_and_padding_is_left_out() -
     assert probe.sums is not None and probe.margin_histogram is not None and probe.max_logit is not None
     sampled, flips, margin_sum = probe.sums.tolist()
     sigmoid = torch.sigmoid(torch.tensor([1.0, 2.0, 3.0])).tolist()
+    with pytest.raises(RuntimeError, match="a micro-batch whose sources are not known"):
+        see(RoutingProbe(3, num_micro_batches=2, num_sources=2), gate, torch.zeros(1, 3))
     # One token of the first micro-batch, both of the second; [0, -4, 0] is a tie.
     assert (sampled, flips, probe.margin_histogram.sum()) == (3, 0, 3)
     assert margin_sum == pytest.approx((sigmoid[1] - sigmoid[0]) + 0.0 + (sigmoid[2] - sigmoid[0]), abs=1e-6)

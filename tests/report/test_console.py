@@ -12,8 +12,9 @@ import pytest
 from megatron_moe.report import console
 from megatron_moe.report.console import ConsoleSink, LiveConsoleSink, console_sink
 from megatron_moe.report.metric import Metric
-from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.records import EvalRecord, SourceStep
 from tests.report import steps
+from tests.report.test_health import HEALTH
 
 STEP = steps.STEP.replace(
     loss_scale=4096.0,
@@ -96,10 +97,14 @@ def test_lines_come_at_the_first_step_then_every_interval_and_at_the_end():
 def test_a_line_shows_the_mean_losses_and_speed_of_its_interval_and_counts_what_was_skipped():
     stream, sink = plain(log_interval=4)
     tell(sink, 1, 1)
-    sink.step(STEP.replace(iteration=2, loss=2.0, seconds=1.5, mtp_losses=[3.0, 4.0]))
-    sink.step(STEP.replace(iteration=3, loss=float("nan"), skipped=True, seconds=0.5, mtp_losses=[9.0, 9.0]))
-    sink.step(STEP.replace(iteration=4, loss=4.0, seconds=1.0, model_tflops=0.5, mtp_losses=[2.0, 3.0]))
+    web = [{"web": SourceStep(loss, tokens, 0.25)} for loss, tokens in ((2.0, 100), (float("nan"), 900), (4.0, 300))]
+    sink.step(STEP.replace(iteration=2, loss=2.0, seconds=1.5, mtp_losses=[3.0, 4.0], sources=web[0]))
+    skipped = {"loss": float("nan"), "skipped": True, "mtp_losses": [9.0, 9.0], "sources": web[1]}
+    sink.step(STEP.replace(iteration=3, seconds=0.5, **skipped))
+    last = {"loss": 4.0, "model_tflops": 0.5, "mtp_losses": [2.0, 3.0], "sources": web[2]}
+    sink.step(STEP.replace(iteration=4, seconds=1.0, **last))
     line = text(stream).splitlines()[-1]
+    assert line.endswith("| web 3.5000 400 tok 0.25 ep")
     assert "| loss 3.0000 | mtp 2.5000 3.5000 |" in line
     assert "1,000 tok/s" in line  # 3000 tokens in 3 seconds
     assert "0.333 TFLOP/s" in line  # (0.25 x 2 s + 0.5 x 1 s) / 3 s
@@ -177,9 +182,10 @@ def test_a_log_interval_of_any_length_keeps_a_bounded_number_of_records(monkeypa
     _, sink = plain(log_interval=60)
     tell(sink, 1, 1)  # the first step of a process has a line of its own
     seen.clear()
-    tell(sink, 2, 60, dropped_per_expert={2: [1, 0]})
+    tell(sink, 2, 60, dropped_per_expert={2: [1, 0]}, health=HEALTH)
     assert [record.iteration for record in seen] == list(range(41, 61))
     assert [(record.tokens_per_expert, record.dropped_per_expert) for record in seen[:-1]] == [({}, {})] * 19
+    assert [bool(record.health.layers[2].tokens_per_source) for record in seen] == [False] * 19 + [True]
     assert (seen[-1].tokens_per_expert, seen[-1].dropped_per_expert) == ({2: [1, 1]}, {2: [1, 0]})
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from megatron_moe.report.console import LEGEND, SMALLEST, ConsoleSink, Curve, LiveDashboard
 from megatron_moe.report.metric import metrics
-from megatron_moe.report.records import EvalRecord
+from megatron_moe.report.records import EvalRecord, SourceStep
 from tests.report.test_console import STEP
 from tests.report.test_health import HEALTH
 
@@ -85,7 +85,7 @@ def test_a_curve_of_any_number_of_steps_stays_small_and_keeps_its_shape():
 def test_every_word_of_a_line_is_in_the_legend_in_its_order():
     record = STEP.replace(
         skipped=True, mtp_losses=[1.0], params_norm=1.0, num_zeros=3, dropped_per_expert={2: [1, 1]}, health=HEALTH
-    ).replace(max_attention_logit=120.0, clipped_heads=2)
+    ).replace(max_attention_logit=120.0, clipped_heads=2, sources={"web": SourceStep(2.0, 9, 0.5)})
     stream = io.StringIO()
     sink = ConsoleSink(stream, train_iters=10, log_interval=1)
     sink.step(record.replace(health=HEALTH.__class__(**{**vars(HEALTH), "gradient_swallowed": 25})))

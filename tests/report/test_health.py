@@ -13,6 +13,7 @@ import pytest
 from megatron_moe.report.console import ConsoleSink
 from megatron_moe.report.health import Health, LayerHealth, load_health, scalars, summary_line
 from megatron_moe.report.jsonl import JsonlSink, read_steps, step_from_json, to_json
+from megatron_moe.report.records import SourceStep
 from megatron_moe_tools.report import run_state
 from megatron_moe_tools.report.run_state import RunState
 from tests.report import steps
@@ -27,6 +28,7 @@ LAYER = LayerHealth(
     bias_min=-0.25,
     bias_max=0.5,
     bias_mean=0.0,
+    tokens_per_source={"web": [3, 0, 3, 0], "rare": [0, 0, 2, 0]},
 )
 EVEN = replace(LAYER, load=load_health([2, 2, 2, 2]), flip_rate=0.03125, max_logit=0.5)
 HEALTH = Health(
@@ -53,6 +55,7 @@ STEP = steps.STEP.replace(
     empty_experts=2,
     expert_bias_max=0.5,
     health=HEALTH,
+    sources={"web": SourceStep(2.5, 900, 0.5), "rare": SourceStep(None, 0, 0.25)},
 )
 
 
@@ -85,14 +88,16 @@ def test_a_step_with_health_comes_back_equal_from_metrics_jsonl_and_the_report_h
     charts = (Path(run_state.__file__).parent / "assets" / "report.js").read_text(encoding="utf-8")
     shown = set(re.findall(r'"(health\.\w+)"', charts))
     assert {"health.update_rounding", "health.flip_rate"} <= shown <= set(state.series.rows())
+    assert state.series.rows()["sources.web"]["mean"] == [2.5] * 3 and "sources.rare" not in state.series.rows()
     # A line of an earlier version.
     line = json.loads(json.dumps(to_json(STEP)))
     for figure in ("first_moment_rounding", "second_moment_rounding", "update_rounding"):
         del line["health"][figure]
+    del line["sources"]
     before = replace(HEALTH, first_moment_rounding=None, second_moment_rounding=None, update_rounding=None)
-    assert step_from_json(line) == STEP.replace(health=before)
+    assert step_from_json(line) == STEP.replace(health=before, sources={})
     del line["health"]
-    assert step_from_json(line) == STEP.replace(health=None)
+    assert step_from_json(line) == STEP.replace(health=None, sources={})
 
 
 def test_tensorboard_gets_every_figure_of_the_job_and_of_each_layer(tmp_path):
@@ -107,6 +112,8 @@ def test_tensorboard_gets_every_figure_of_the_job_and_of_each_layer(tmp_path):
     assert {f"health/{name}" for name in plain} <= found.keys()
     assert {"health_by_layer/flip_rate_2", "health_by_layer/max_violation_3", "health/max_logit"} <= found.keys()
     assert found["health/flip_rate"] == [(8, 0.03125)]
+    assert (found["loss/source/web"], found["tokens/source/rare"]) == ([(8, 2.5)], [(8, 0.0)])
+    assert "loss/source/rare" not in found
 
 
 def log_line(health: Health | None) -> str:
@@ -119,7 +126,8 @@ def test_a_log_line_shows_health_of_the_worst_layers_at_a_glance_and_stays_one_l
     worst = HEALTH.worst
     assert worst["max_violation"] == 1.5 and worst["effective_experts"] < 2 and worst["dead_experts"] == 2
     line, without = log_line(HEALTH), log_line(None)
-    shown = "s | effective 1.9 | flips 3.1% | max logit 1.5 | dense/expert norm 0.75/0.25"
+    sources = "web 2.5000 900 tok 0.50 ep | rare - 0 tok 0.25 ep"
+    shown = f"s | {sources} | effective 1.9 | flips 3.1% | max logit 1.5 | dense/expert norm 0.75/0.25"
     assert line.endswith(f"{shown} | update rounding 0.33%\n")
     assert log_line(replace(HEALTH, update_rounding=None)).endswith(f"{shown}\n")
     assert line.count("\n") == 1 and "LOST" not in line

@@ -292,7 +292,9 @@ def put_cursor(browser: chromium.Page, chart: str, x: float, y: float) -> tuple[
 
 
 def test_the_page_is_what_the_metrics_say(browser, tmp_path):
-    lines = [line(iteration) for iteration in range(1, 61)]
+    health = {"layers": {"3": {"load": None, "tokens_per_source": {"web": [1, 2, 3]}}}}
+    sources = {"sources": {"web": {"loss": 2.5, "tokens": 9, "epochs": 0.5}}, "health": health}
+    lines = [line(iteration, **sources) for iteration in range(1, 61)]
     one = write(tmp_path / "one" / "run", lines, **FINISHED)
     two = write(tmp_path / "two" / "run", [line(iteration, loss=9.0) for iteration in range(1, 31)], **FINISHED)
     made(one)
@@ -301,6 +303,10 @@ def test_the_page_is_what_the_metrics_say(browser, tmp_path):
     assert browser.evaluate("document.title") == "run - megatron_moe"
     assert EVIL in browser.evaluate("document.getElementById('flags').textContent")
     wait_for(browser, "grad_norm")
+    put_cursor(browser, "source-0-0", 2, 0)
+    text = browser.evaluate("document.querySelector('#chart-source-0-0 .readout').textContent")
+    assert text == "layer 3, expert 2: 1.5 of the mean"
+    put_cursor(browser, "sources", 20, 2.5)
     # the cursor on one step shows that step's value, in every chart
     x, y = put_cursor(browser, "loss", 20, 5)
     for chart, value in (("loss", lines[19]["loss"]), ("grad_norm", lines[19]["grad_norm"])):

@@ -20,6 +20,7 @@ from megatron_moe.config.schema import build
 from megatron_moe.data.batches import NOTHING
 from megatron_moe.report import Metric, Sink, StepFacts, register_metric, unregister_metric
 from megatron_moe.report.jsonl import read_evaluations, read_steps
+from megatron_moe.report.records import SourceStep
 from megatron_moe.training.finalize_model_grads import RouterUpdate
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
 from megatron_moe.training.step import StepResult
@@ -89,6 +90,15 @@ def test_rates_are_the_jobs_and_flops_the_devices():
     padded = meter.record(replace(of_documents, padding=128), NO_EXPERT_LOAD, iteration=1, seconds=0.5, **SAMPLES)
     assert (padded.tokens, padded.tokens_per_second) == (384, 768.0)
     assert RUN.derived.flops_per_token(384) == RUN.derived.flops_per_token(384, 32) > tflops * 1e12 * 4 / 1024
+
+
+def test_a_source_without_a_token_in_the_step_has_no_loss():
+    result = replace(RESULT, source_sums=(3.0, 0.0, 2.0, 0.0))
+    passes = {"web": 0.5, "rare": 1.25}
+    step = Meter(RUN, world_size=1, padded_vocab_size=384).record(
+        result, NO_EXPERT_LOAD, iteration=1, seconds=0.5, epochs=passes, **SAMPLES
+    )
+    assert step.sources == {"web": SourceStep(1.5, 2, 0.5), "rare": SourceStep(None, 0, 1.25)}
 
 
 def test_a_slow_first_step_does_not_count_for_the_time_left():

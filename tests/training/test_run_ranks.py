@@ -105,9 +105,9 @@ def test_named_sources_go_on_with_other_ranks_batches_and_weights_and_sets_have_
 
     a, b = text("a.jsonl"), text("b.jsonl")
 
-    def write(weight: float, end: str = "") -> None:
+    def write(weight: float, end: str = "", name: str = "a") -> None:
         (tmp_path / "data.yaml").write_text(
-            f"sources:\n  a: {{path: {a}, weight: {weight}, split: '7,3,0'}}\n  b: {{path: {b}, weight: 1{end}}}\n"
+            f"sources:\n  {name}: {{path: {a}, weight: {weight}, split: '7,3,0'}}\n  b: {{path: {b}, weight: 1{end}}}\n"
             f"validation:\n  whole: {{path: {a}, split: '7,3,0'}}\n  part: {{path: {b}, batches: 1}}\n"
         )
 
@@ -124,7 +124,7 @@ def test_named_sources_go_on_with_other_ranks_batches_and_weights_and_sets_have_
     flags |= {"data_config": str(tmp_path / "data.yaml")}
     flags |= {"global_batch_size": 4, "micro_batch_size": 2, "metrics_file": str(metrics)}
     run(train_iters=8)
-    whole = hashes(5, 8)
+    whole, of_sources = hashes(5, 8), lines(metrics)[-1]["sources"]
     flags |= {"save": str(root), "load": str(root)}
     metrics = tmp_path / "pieces.jsonl"
     flags |= {"metrics_file": str(metrics)}
@@ -141,8 +141,16 @@ def test_named_sources_go_on_with_other_ranks_batches_and_weights_and_sets_have_
             assert again[f"{name}_loss"] == pytest.approx(wanted[f"{name}_loss"], rel=1e-6)
     run(2, train_iters=6, global_batch_size=8)
     assert hashes(5, 6) == whole
-    write(0.5, ", epochs: 0.5, when_done: stop")
+    for name, facts in lines(metrics)[-1]["sources"].items():
+        assert facts["epochs"] == of_sources[name]["epochs"] > 0
+    write(0.5, ", epochs: 0.5, when_done: stop", name="c")
     summary = run(train_iters=999, global_batch_size=8)
     assert summary["iterations"] < 20
     state = json.loads((root / f"iter_{summary['iterations']:07d}" / "state.json").read_text())
     assert sum(facts["samples"] for facts in state["sources"].values()) == state["consumed_samples"]
+    for step in lines(metrics):
+        assert step["sources"].keys() == ({"a", "b"} if step["iteration"] <= 6 else {"c", "b"})
+        assert sum(facts["tokens"] for facts in step["sources"].values()) == step["tokens"]
+        found = [facts["tokens"] * (facts["loss"] or 0.0) for facts in step["sources"].values()]
+        assert sum(found) == pytest.approx(step["loss"] * step["tokens"], rel=1e-6)
+    assert 0 < step["sources"]["b"]["epochs"] <= 0.5 and step["sources"]["c"]["epochs"] < of_sources["a"]["epochs"]

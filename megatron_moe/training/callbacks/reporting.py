@@ -20,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_moe import platform
 from megatron_moe.checkpoint.state import TrainingProgress
+from megatron_moe.data.batches import SOURCES, Batch
 from megatron_moe.engine.optimizer import parts
 from megatron_moe.engine.schedules import Timers, configure, get_model_config
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
+from megatron_moe.moe.load_balance import TokenCountError
 from megatron_moe.moe.router import routers
 from megatron_moe.moe.routing_probe import MARGIN_BINS, RoutingProbe, margin_percentile
 from megatron_moe.optim.adam import PrecisionAwareAdam
@@ -33,7 +35,7 @@ from megatron_moe.report.records import exact
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.gradients import part_grad_norms, weights_norm
 from megatron_moe.training.metrics import NO_EXPERT_LOAD, Meter, expert_load
-from megatron_moe.training.step import StepResult
+from megatron_moe.training.step import ForwardStep, StepResult
 from megatron_moe.training.trainer import Trainer
 
 # Additions that rounding swallows: bf16 keeps 8 bits, so adding less than 1/512 of an element's value to it changes
@@ -174,12 +176,18 @@ _LOW_PERCENTILE = 0.05
 class HealthProbe:
     """The measurement of one step of a model; a new one is made for every measured step.
 
-    sample_tokens: tokens per layer and rank whose routing is compared with fp64.
+    sample_tokens: tokens per layer and rank whose routing is compared with fp64. sources: the names of sources.
     """
 
-    def __init__(self, model: Sequence[torch.nn.Module], sample_tokens: int, num_micro_batches: int) -> None:
-        self._routers = list(routers(model))
-        self._probes = [RoutingProbe(sample_tokens, num_micro_batches) for _ in self._routers]
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        sample_tokens: int,
+        num_micro_batches: int,
+        sources: Sequence[str] = (),
+    ) -> None:
+        self._routers, self._sources = list(routers(model)), list(sources)
+        self._probes = [RoutingProbe(sample_tokens, num_micro_batches, len(sources)) for _ in self._routers]
         self._grad_norms = (math.nan, math.nan)
         self._moments = MomentRounding()
         buffers: list[Tensor] = []  # in which the engine's DDP wrapper adds up gradients
@@ -201,6 +209,34 @@ class HealthProbe:
             if self._lost is not None:
                 stack.enter_context(self._lost)
             yield
+
+    def following(self, forward_step: ForwardStep) -> ForwardStep:
+        """Return `forward_step`, which tells the routers of the chunk the sources of each micro-batch.
+
+        Recomputation runs routers again, when other micro-batches may have been forward: where the backward pass of a
+        micro-batch begins, its sources are told once more. Any other pass raises an error.
+        """
+        if not self._sources:
+            return forward_step
+        probes = dict(zip(self._routers, self._probes))
+
+        def step(batches: Iterator[Batch], chunk: torch.nn.Module, *flags: bool, **options: bool) -> tuple[Any, Any]:
+            batch, of_chunk = next(batches), [probes[router] for router in routers([chunk])]
+
+            def tell(sources: Tensor | None) -> None:
+                for probe in of_chunk:
+                    probe.sources = sources
+
+            tell(batch[SOURCES])
+            output, loss_func = forward_step(iter([batch]), chunk, *flags, **options)
+            # A plan (`model/overlap.py`) runs before the next one is made, and recomputes no router.
+            if isinstance(output, Tensor):
+                tell(None)
+                if output.requires_grad:
+                    output.register_hook(lambda _: tell(batch[SOURCES]))
+            return output, loss_func
+
+        return step
 
     def see_gradients(self, optimizer: EngineOptimizer) -> None:
         """Measure the norms of the reduced gradients before they are clipped. Collective over all ranks."""
@@ -254,25 +290,34 @@ class HealthProbe:
     def _layers(self, tokens_per_expert: dict[int, list[int]], pp: dist.ProcessGroup) -> dict[int, LayerHealth]:
         """Return the health of all layers of all pipeline stages, in order. Collective over all ranks.
 
-        A stage adds up per layer what its ranks sampled (sampled, flipped, margin_sum, then the histogram), in fp64,
-        which holds the counts exactly up to 2^53, and takes the largest logit.
+        A stage adds up per layer what its ranks sampled (sampled, flipped, margin_sum, then the histogram, and the
+        choices by source), in fp64, which holds the counts exactly up to 2^53, and takes the largest logit.
+
+        Raises:
+            TokenCountError: the choices by source are not all choices.
         """
         local: dict[int, LayerHealth] = {}
         if self._routers:
-            size = (len(self._routers), 3 + MARGIN_BINS)
+            counted = max(router.options.num_experts for router in self._routers) * len(self._sources)
+            size = (len(self._routers), 3 + MARGIN_BINS + counted)
             sums = torch.zeros(size, dtype=torch.float64, device=platform.device())
             largest = torch.zeros(len(self._routers), dtype=torch.float64, device=platform.device())
             for row, probe in enumerate(self._probes):
                 if probe.sums is not None and probe.margin_histogram is not None and probe.max_logit is not None:
-                    sums[row] = torch.cat([probe.sums, probe.margin_histogram.double()])
+                    own = [probe.sums, probe.margin_histogram.double()]
+                    if probe.tokens_per_source is not None:
+                        own.append(probe.tokens_per_source.double().flatten())
+                    known = torch.cat(own)
+                    sums[row, : len(known)] = known
                     largest[row] = probe.max_logit
             group = self._routers[0].groups.tp_dp_cp
             if group.size() > 1:
                 dist.all_reduce(sums, group=group)
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             for router, of_layer, max_logit in zip(self._routers, sums.tolist(), largest.tolist()):
-                sampled, flips, margin_sum, *histogram = of_layer
-                counts = list(map(int, histogram))
+                sampled, flips, margin_sum, *numbers = of_layer
+                numbers = list(map(int, numbers))
+                counts, by_source = numbers[:MARGIN_BINS], numbers[MARGIN_BINS:]
                 margin_mean: float | None = None
                 flip_rate: float | None = None
                 logit: float | None = None
@@ -285,15 +330,21 @@ class HealthProbe:
                 of_bias: tuple[float | None, float | None, float | None] = (None, None, None)
                 if (bias := router.expert_bias) is not None:
                     of_bias = float(bias.min()), float(bias.max()), float(bias.double().mean())
-                number = router.layer_number or 0
+                number, experts = router.layer_number or 0, router.options.num_experts
+                of_sources = {name: by_source[experts * k :][:experts] for k, name in enumerate(self._sources)}
+                total = tokens_per_expert.get(number, [])
+                together = [sum(column) for column in zip(*of_sources.values())]
+                if of_sources and together != total:
+                    raise TokenCountError(f"layer {number}: experts got {total}, of all sources together {together}")
                 local[number] = LayerHealth(
-                    load_health(tokens_per_expert.get(number, [])),
+                    load_health(total),
                     int(sampled),
                     margin_mean,
                     margin_percentile(counts, _LOW_PERCENTILE),
                     flip_rate,
                     logit,
                     *of_bias,
+                    of_sources,
                 )
         stages: list[dict[int, LayerHealth]] = [local]
         if pp.size() > 1:
@@ -339,8 +390,11 @@ class Reporting(Callback):
         self._probe = None
         interval = run.derived.health_interval
         if interval and step.iteration % interval == 0:
+            names: list[str] = []
+            if (mixture := self.trainer.splits.mixture) is not None:
+                names = [source.name for source in mixture.sources]
             sample_tokens = run.logging.health_sample_tokens
-            self._probe = HealthProbe(self.trainer.trained.model, sample_tokens, step.num_micro_batches)
+            self._probe = HealthProbe(self.trainer.trained.model, sample_tokens, step.num_micro_batches, names)
             step.probe = self._probe
 
     def after_step(self, step: Step, result: StepResult) -> None:
@@ -351,7 +405,7 @@ class Reporting(Callback):
         """
         trainer, options = self.trainer, self.trainer.run.logging
         groups = trainer.trained.pg_collection
-        load, times, health, params_norm = NO_EXPERT_LOAD, None, None, None
+        load, times, health, params_norm, epochs = NO_EXPERT_LOAD, None, None, None, None
         if self._is_logged(step) or self._probe is not None:
             load = expert_load(result.router_update, groups)
         timers = get_model_config(trainer.trained.model[0]).timers
@@ -361,6 +415,8 @@ class Reporting(Callback):
             health = self._probe.health(load.tokens_per_expert, trainer.progress, groups.pp)
         if self._is_logged(step) and options.log_params_norm:
             params_norm = weights_norm(trainer.trained.optimizer)
+        if trainer.splits.mixture is not None:
+            epochs = trainer.splits.mixture.epochs(trainer.progress.consumed_samples)
         step.record = self._meter.record(
             result,
             load,
@@ -369,6 +425,7 @@ class Reporting(Callback):
             global_batch_size=trainer.progress.consumed_samples - step.first_sample,
             seconds=time.perf_counter() - step.began,
             health=health,
+            epochs=epochs,
             params_norm=params_norm,
             part_seconds={name: slowest for name, (_, slowest) in (times or {}).items()},
         )

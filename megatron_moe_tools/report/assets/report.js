@@ -78,6 +78,7 @@
 
   const SPECS = [
     ["Training", "loss", "Loss", "nats per token", ["loss"], { wide: true, evaluations: true }],
+    ["Training", "sources", "Loss of each source", "nats per token", [/^sources\./]],
     ["Training", "mtp", "Multi-token prediction loss", "nats per target", [/^mtp_losses\./]],
     ["Training", "aux", "Auxiliary losses", "nats per token", [/^aux_losses\./]],
     ["Training", "learning_rate", "Learning rate", "per step", ["learning_rate"], { from: 0 }],
@@ -215,6 +216,13 @@
       layerMap(grid, run, run.loads, at ? `loads-${at}` : "loads", "Load of each layer's fullest expert", "max / mean tokens", "load", "seq", 1, 4);
       layerMap(grid, run, run.loads, at ? `dead-${at}` : "dead", "Experts without a token in a step", "experts of a layer", "dead", "seq", 0);
     }
+    Object.entries(run.sourceLoads.loads).forEach(function ([name, load], n) {
+      const { layers, iterations } = run.sourceLoads, { whole, box, readout } = card(`source-${at}-${n}`, (several ? run.name + ": " : "") + `Load of every expert by source ${name}, ${iterations.length} measured steps`, "its tokens / the layer's mean");
+      whole.firstChild.append(scale("even", 0, 2));
+      grid.append(whole);
+      later(whole, Charts.heatHeight(layers), () => Charts.heat(box, readout, { rows: layers, edges: load[0].map((_, e) => [e - 0.5, e + 0.5]), value: (c, r) => load[r][c], low: 0, high: 2, kind: "even", alone: true, unit: "layer", x: "expert",
+        hint: `iterations ${number(iterations[0])} to ${number(iterations[iterations.length - 1])}`, say: (c, r) => (r === null ? "" : `layer ${layers[r]}, expert ${c}: ${number(load[r][c])} of the mean`) }));
+    });
     if (!run.experts) return;
     const block = run.experts, count = block.load[0].length, dead = new Set(block.dead.map(([row, expert]) => row * count + expert));
     const { whole, box, readout } = card(at ? `experts-${at}` : "experts", (several ? run.name + ": " : "") + `Load of every expert over the last ${block.steps} counted steps`, "tokens / the layer's mean; red: dead", true);
