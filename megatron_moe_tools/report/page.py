@@ -287,6 +287,8 @@ def run_data(state: RunState, name: str) -> dict[str, Any]:
         "loads": state.loads.as_json(("load", "dead")),
         "health": state.health.as_json(),
         "experts": state.experts.as_json(),
+        "layer": state.layer,
+        "expertsOfLayer": state.experts_of_layer.as_json(),
         "clipped": [state.watch.clipped, state.watch.norms],
         "spikes": list(state.watch.spikes),
         "saves": list(state.saves),
