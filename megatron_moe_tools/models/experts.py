@@ -29,7 +29,7 @@ from megatron_moe_tools.models.trace import Routing
 DUPLICATE_COSINE = 0.999
 """Experts with a larger cosine of their weights have learnt nothing apart from each other."""
 MAX_TOKENS_SHOWN = 4096
-"""Tokens that a page shows with their experts; its figures count all."""
+"""Tokens that a page shows with their experts, equally many of each text; its figures count all."""
 _COLUMNS = 65_536
 """Weights of each expert that are multiplied at once: E times as many fp32 values."""
 _TYPICAL, _CONTEXT, _NAMED = 8, 4, 20
@@ -192,8 +192,8 @@ def findings(layers: dict[int, LayerExperts]) -> list[str]:
             fullest = max(fullest, (int(counts.max()) / share, f"expert {int(counts.argmax())} of {one.name}"))
             dead = (counts == 0).nonzero().flatten().tolist()
             if dead:
-                even = f"an even share is {share:.4g} tokens"
-                lines.append(f"{one.name}: {len(dead)} dead experts, no token ({even}): {listed(dead, _NAMED)}")
+                text = f"{len(dead)} of {len(counts)} experts dead (no token; an even share is {share:.4g})"
+                lines.append(f"{one.name}: {text}: {listed(dead, _NAMED)}")
         for group in one.duplicates():
             lines.append(f"{one.name}: duplicate experts, cosine > {DUPLICATE_COSINE}: {listed(group, _NAMED)}")
     extremes = f"most alike: {closest[1]}, cosine {closest[0]:.3f}"
@@ -238,10 +238,12 @@ def write_picture(
     data: dict[str, Any] = {"title": title, "findings": findings(layers), "layers": [], "texts": [], "ids": []}
     if sequences is not None and tokenizer is not None:
         ids, is_token = sequences.input_ids.flatten(), sequences.is_token()
-        shown = is_token.nonzero().flatten()[:MAX_TOKENS_SHOWN]
+        text_of, first = sequences.texts.repeat_interleave(sequences.input_ids.shape[1]), []
+        for text in range(len(sequences.names)):
+            first.append((is_token & (text_of == text)).nonzero().flatten()[: MAX_TOKENS_SHOWN // len(sequences.names)])
+        shown = torch.cat(first)
         data |= {"texts": sequences.names, "tokens": int(is_token.sum()), "ids": ids[shown].tolist()}
-        data["textOf"] = sequences.texts[shown // sequences.input_ids.shape[1]].tolist()
-        data["pieces"] = _pieces(sequences, tokenizer)
+        data |= {"textOf": text_of[shown].tolist(), "pieces": _pieces(sequences, tokenizer)}
     for one in layers.values():
         entry: dict[str, Any] = {"name": one.name, "cosine": _cells(one.cosine)}
         if sequences is not None:
@@ -251,9 +253,9 @@ def write_picture(
             entry["coactivation"] = _cells(one.coactivation)
             entry["counts"] = one.tokens_per_expert.tolist()
         data["layers"].append(entry)
-    text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    content = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     page = resources.files("megatron_moe_tools.models").joinpath("experts.html").read_text(encoding="utf-8")
-    replace_text(path, page.replace("THE DATA", text, 1))
+    replace_text(path, page.replace("THE DATA", content, 1))
 
 
 def _pieces(sequences: Sequences, tokenizer: Tokenizer) -> dict[int, str]:

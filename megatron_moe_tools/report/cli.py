@@ -28,7 +28,10 @@ def parser() -> argparse.ArgumentParser:
         "--output", metavar="FILE", help="page to write; default: report.html next to the first run's metrics"
     )
     p.add_argument(
-        "--expert-layer", type=int, metavar="L", help="also draw the load of each expert of this layer over time"
+        "--expert-layer",
+        type=int,
+        metavar="L",
+        help="also draw the load of each expert of this layer over time; layers count from 1, as in the log",
     )
     return p
 

@@ -62,6 +62,7 @@ def test_cosines_are_those_of_each_two_experts_weights(hf, tmp_path, capsys, mon
 
 def test_texts_are_counted_token_by_token_and_shown(hf, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(tracing, "TOKENS_AT_ONCE", 64)
+    monkeypatch.setattr(seeing, "MAX_TOKENS_SHOWN", 60)
     (tmp_path / "long").write_text(LONG)
     files = {name: tmp_path / name for name in ("output", "experts", "picture")}
     words = ["--load", str(hf), "--text-file", str(tmp_path / "long"), "--text", SHORT, "--routing"]
@@ -86,6 +87,7 @@ def test_texts_are_counted_token_by_token_and_shown(hf, tmp_path, capsys, monkey
     (data,) = re.findall(r'id="data">(.*?)</script>', files["picture"].read_text(), re.DOTALL)
     page: dict[str, Any] = json.loads(data)
     assert "".join(page["pieces"][str(token)] for token in page["ids"]).endswith(f"<{tokenizer.bos}>{SHORT}")
+    assert page["ids"] == long[:30] + short and page["textOf"] == [0] * 30 + [1] * len(short)
     for number, (layer, name) in enumerate(LAYERS.items()):
         counts, pairs = torch.zeros(2, EXPERTS), torch.zeros(EXPERTS, EXPERTS)
         kinds, choices = Counter[tuple[int, int]](), Counter[int]()
@@ -111,12 +113,12 @@ def test_texts_are_counted_token_by_token_and_shown(hf, tmp_path, capsys, monkey
             assert [more[token] for token, _, _ in typical] == pytest.approx(best, abs=1e-4)
             assert all(row[1:] == [kinds[row[0], expert], choices[row[0]] / K] for row in typical)
         dead = (loads == 0).nonzero().flatten().tolist()
-        assert (f"{name}: {len(dead)} dead experts" in told) == bool(dead)
-    assert shown["experts"][lengths[0] - 1] == [-1] * K
+        assert (f"{name}: {len(dead)} of {EXPERTS} experts dead" in told) == bool(dead)
+    assert shown["experts"][-1] == [-1] * K and shown["experts"][29] == out["topk_idx.4"][29].tolist()
 
 
 def test_dead_experts_are_named(hf, tmp_path, capsys) -> None:
     flags = ["--load", str(hf), "--text", "def", "--picture", str(tmp_path / "page.html")]
     assert main(flags) == 0  # few tokens leave most experts without one
     told = capsys.readouterr().out
-    assert all(f"{name}: " in told for name in LAYERS.values()) and "dead experts, no token (an even share is" in told
+    assert all(f"{name}: " in told for name in LAYERS.values()) and "experts dead (no token; an even share is" in told
