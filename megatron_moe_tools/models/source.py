@@ -7,10 +7,10 @@ torch is loaded before the first block is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_moe.checkpoint import folder, manifest, origin
 from megatron_moe.checkpoint.plan import architecture_keys
@@ -18,8 +18,8 @@ from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
 from megatron_moe.config.schema import Run
-from megatron_moe.data.tokenizer_choice import tokenizer_of_folder, tokenizer_of_step
-from megatron_moe.data.tokenizers import Tokenizer
+from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder, tokenizer_of_step
+from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_moe.hf.config import settings_of
 from megatron_moe.hf.families import FAMILIES, Family, family_of_run
 from megatron_moe.hf.folder import HFFolder
@@ -194,12 +194,14 @@ def companions_folder(source: ModelSource) -> Path:
     return source.path / origin.FOLDER if (source.path / folder.STATE).is_file() else source.path
 
 
-def tokenizer_of_model(source: ModelSource) -> Tokenizer:
-    """Return the tokenizer that came with a model, else the one that it was trained with.
+def tokenizer_of_model(source: ModelSource, chosen: Mapping[str, Any] | None = None) -> Tokenizer:
+    """Return the tokenizer of the flags, else the one that came with a model, else the one that it was trained with.
 
-    Raises:
-        ConfigError: there is none, or its files are gone or have changed.
+    chosen: the tokenizer flags that were given, by field. Raises ConfigError: there is none, or its files are gone or
+    have changed.
     """
+    if chosen:
+        return build_tokenizer(schema.build(dict(chosen)).data, source.run.model.vocab_size)
     there = companions_folder(source)
     came_along = tokenizer_of_folder(there, source.companions)
     if came_along is not None:
@@ -212,3 +214,37 @@ def tokenizer_of_model(source: ModelSource) -> Tokenizer:
     config = folder.read_json(source.path / folder.CONFIG)
     trained_with = folder.read_json(source.path / folder.STATE).get("tokenizer") or {}
     return tokenizer_of_step(config, trained_with, {}, source.run.model.vocab_size or 0, f"--load {source.path}")[0]
+
+
+def beginning_of_text(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None = None) -> list[int]:
+    """Return the tokens that come before a text's own: the begin-of-sequence token or none.
+
+    wanted: --add-bos. If it is None, the files that came with an imported model decide: `add_bos_token`, and where that
+    is not there the post-processor of `tokenizer.json`, as in transformers. Raises ConfigError: the token is wanted and
+    the tokenizer has none.
+    """
+    file = companions_folder(source) / "tokenizer_config.json"
+    if wanted and tokenizer.bos is None:
+        raise ConfigError(f"--add-bos: {tokenizer.name} has no begin-of-sequence token; leave the flag out")
+    if wanted is None and tokenizer.name in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and file.is_file():
+        wanted = folder.read_json(file).get("add_bos_token")
+        if not isinstance(wanted, bool):
+            wanted = isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.begins_with_bos()
+    if wanted and tokenizer.bos is not None:
+        return [tokenizer.bos]
+    return []
+
+
+def text_of_flag(flag: str, path: str | None, text: str) -> str:
+    """Return a flag's text, or all of the UTF-8 file of `flag`-file. Raises ConfigError: it can't be read."""
+    where = flag
+    try:
+        if path is not None:
+            where = f"{flag}-file {path}"
+            text = Path(path).read_text(encoding="utf-8")
+        text.encode("utf-8")
+        return text
+    except UnicodeError as error:
+        raise ConfigError(f"{where}: is not UTF-8: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error

@@ -21,7 +21,7 @@ from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe_tools.models.load_model import LoadedCheckpoint
 
-_TOKENS_AT_ONCE = 4096
+TOKENS_AT_ONCE = 4096
 """Sequences of together about this many tokens go through the model at once: logits and activations take memory."""
 
 
@@ -41,8 +41,8 @@ class Routing:
 class Trace:
     """What a model computes on B sequences of S tokens, on the CPU.
 
-    logits: [B, S, V] fp32, V the real vocabulary.
-    loss: fp32 scalar in nats, mean of the cross entropy with which the first S - 1 positions predict the next token.
+    logits: [B, S, V] fp32, V the real vocabulary, or 0 if logits were not requested.
+    loss: fp32 scalar in nats, mean of the cross entropy with which the positions of a sequence predict the next token.
     routing: layer -> its routing; empty unless requested. Layers are numbered from 0, and depths of multi-token
         prediction after the last layer, as in Hugging Face's names.
     mtp_logits: [D, B, S, V] fp32; depth k predicts at s the token s + k + 1. A depth's last k positions mean nothing:
@@ -56,27 +56,41 @@ class Trace:
     mtp_logits: Tensor | None
     grad_norms: dict[str, float] | None
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by the names that they have in a file."""
+    def tensors(self, routing: bool) -> dict[str, Tensor]:
+        """Return the tensors by the names that they have in a file, with the routing or without."""
         named = {"logits": self.logits, "loss": self.loss}
         if self.mtp_logits is not None:
             named["mtp_logits"] = self.mtp_logits
-        for layer, routing in self.routing.items():
-            named |= {f"topk_idx.{layer}": routing.topk_idx, f"probs.{layer}": routing.probs}
+        if routing:
+            for layer, one in self.routing.items():
+                named |= {f"topk_idx.{layer}": one.topk_idx, f"probs.{layer}": one.probs}
         return named
 
 
-def trace(found: LoadedCheckpoint, input_ids: Tensor, *, routing: bool = False, gradients: bool = False) -> Trace:
+def trace(
+    found: LoadedCheckpoint,
+    input_ids: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    logits: bool = True,
+    routing: bool = False,
+    gradients: bool = False,
+) -> Trace:
     """Run a model, in evaluation mode, on tokens [B, S] below the vocabulary's size, S at least 2.
 
-    routing: record every layer's routing. gradients: run the backward pass too and record the norms of gradients.
-    Raises ConfigError for a model of no family that has names for them.
+    lengths: [B] int64, tokens of each sequence; the rest is padding, which the loss leaves out and later tokens alone
+    see (default: S). logits: keep them. routing: record every layer's routing. gradients: run the backward pass too and
+    record the norms of gradients. Raises ConfigError for a model of no family that has names for them.
     """
     table, grad_norms = None, None
     if gradients:
         table = found.mapping
     batch, length = input_ids.shape
-    logits = torch.empty(batch, length, found.vocab_size)
+    width = found.vocab_size * logits
+    kept = torch.empty(batch, length, width)
+    if lengths is None:
+        lengths = torch.full((batch,), length)
+    targets = int((lengths - 1).sum())
     mtp_logits: list[Tensor] = []
     chosen: dict[int, list[Routing]] = {}
     loss = torch.zeros((), dtype=torch.float64)
@@ -85,35 +99,37 @@ def trace(found: LoadedCheckpoint, input_ids: Tensor, *, routing: bool = False, 
         if routing:
             stack.enter_context(_recorded_routing(found.chunk, chosen))
         if found.run.model.mtp_num_layers:
-            stack.enter_context(_recorded_mtp_logits(found.chunk, mtp_logits, found.vocab_size))
-        at_once = max(_TOKENS_AT_ONCE // length, 1)
+            stack.enter_context(_recorded_mtp_logits(found.chunk, mtp_logits, width))
+        at_once = max(TOKENS_AT_ONCE // length, 1)
         for first in range(0, batch, at_once):
             tokens = input_ids[first : first + at_once].to(platform.device(), torch.int64)
             positions = torch.arange(length, device=tokens.device).expand_as(tokens)
             output = found.model(tokens, positions, None)[..., : found.vocab_size].float()
             losses = F.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+            is_target = positions[:, 1:] < lengths[first : first + at_once, None].to(tokens.device)
+            losses = losses[is_target.flatten()]
             if gradients:
-                (losses.sum() / (batch * (length - 1))).backward()
+                (losses.sum() / targets).backward()
             loss += losses.detach().double().sum().cpu()
-            logits[first : first + at_once] = output.detach().cpu()
+            kept[first : first + at_once] = output[..., :width].detach().cpu()
     routings = {}
     for layer, parts in sorted(chosen.items()):
         topk_idx, probs = torch.cat([part.topk_idx for part in parts]), torch.cat([part.probs for part in parts])
         routings[layer] = Routing(topk_idx, probs)
     if table is not None:
         grad_norms = _grad_norms(found, table)
-    result = Trace(logits, (loss / (batch * (length - 1))).float(), routings, None, grad_norms)
+    result = Trace(kept, (loss / targets).float(), routings, None, grad_norms)
     if mtp_logits:
         result = replace(result, mtp_logits=torch.cat(mtp_logits, dim=1))
     return result
 
 
-def working_bytes(run: Run, batch: int, length: int, gradients: bool) -> int:
+def working_bytes(run: Run, batch: int, length: int, gradients: bool, logits: bool = True) -> int:
     """Estimate the bytes that `trace` needs in addition to weights and their gradients."""
     model = run.model
     vocab_size = model.vocab_size or 0
-    tokens = min(batch, max(_TOKENS_AT_ONCE // length, 1)) * length
-    kept = 4 * batch * length * vocab_size * (1 + (model.mtp_num_layers or 0))
+    tokens = min(batch, max(TOKENS_AT_ONCE // length, 1)) * length
+    kept = 4 * batch * length * vocab_size * (1 + (model.mtp_num_layers or 0)) * logits
     # logits, their softmax and its gradient; activations of one layer, or of all of them
     activations = max(model.hidden_size, 1) * 40
     if gradients:

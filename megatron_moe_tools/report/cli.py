@@ -9,7 +9,7 @@ from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.paths import require_writable_file
 from megatron_moe.io.program import DONE, run_program, say
-from megatron_moe.io.texts import size_text
+from megatron_moe.io.texts import listed, size_text
 from megatron_moe_tools.report.page import run_name, write_page
 from megatron_moe_tools.report.run_state import RunState
 
@@ -26,6 +26,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("runs", nargs="+", metavar="RUN", help="a folder with metrics.jsonl, or the file of --metrics-file")
     p.add_argument(
         "--output", metavar="FILE", help="page to write; default: report.html next to the first run's metrics"
+    )
+    p.add_argument(
+        "--expert-layer",
+        type=int,
+        metavar="L",
+        help="also draw the load of each expert of this layer over time; layers count from 1, as in the log",
     )
     return p
 
@@ -53,8 +59,12 @@ def _main(argv: list[str]) -> int:
     for given, file in zip(flags.runs, files):
         if output.resolve() == file.resolve():
             raise ConfigError(f"--output {output}: this is the run's metrics file; name a file of its own")
-        state = RunState(file)
+        state = RunState(file, flags.expert_layer)
         state.update()
+        counted = state.loads.layers
+        if flags.expert_layer is not None and flags.expert_layer not in counted:
+            layers = listed(counted, 10) or "none"
+            raise ConfigError(f"--expert-layer {flags.expert_layer}: {file} has loads of these layers: {layers}")
         if not state.count and state.bad_lines:
             raise ConfigError(f"RUN {given}: {file} has no line of metrics; name the file of --metrics-file")
         states.append(state)

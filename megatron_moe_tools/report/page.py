@@ -292,6 +292,8 @@ def run_data(state: RunState, name: str) -> dict[str, Any]:
         "health": state.health.as_json(),
         "experts": state.experts.as_json(),
         "sourceLoads": {"layers": by_source.layers, "iterations": list(by_source.iterations), "loads": loads},
+        "layer": state.layer,
+        "expertsOfLayer": state.experts_of_layer.as_json(),
         "clipped": [state.watch.clipped, state.watch.norms],
         "spikes": list(state.watch.spikes),
         "saves": list(state.saves),

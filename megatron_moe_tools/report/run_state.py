@@ -346,10 +346,13 @@ class GrowingLines:
 
 
 class RunState:
-    """Everything that a page shows of one run, kept up to date by `update`."""
+    """Everything that a page shows of one run, kept up to date by `update`.
 
-    def __init__(self, metrics_file: Path) -> None:
-        self.metrics_file = metrics_file
+    layer: the load of each of its experts is kept over time, which takes too much memory for all layers.
+    """
+
+    def __init__(self, metrics_file: Path, layer: int | None = None) -> None:
+        self.metrics_file, self.layer = metrics_file, layer
         self._begin()
 
     def _begin(self) -> None:
@@ -359,8 +362,8 @@ class RunState:
         self.series = Series(_BINS)
         self.evaluations: dict[str, Series] = {}
         self.loads, self.health = LayerSeries(_BINS_OF_LOADS), LayerSeries(_BINS_OF_HEALTH)
-        self.experts = ExpertWindow()
         self.source_loads = SourceLoads()
+        self.experts, self.experts_of_layer = ExpertWindow(), LayerSeries(_BINS_OF_LOADS)
         self.watch = StepWatch()
         self.events: deque[Line] = deque(maxlen=_MOST_EVENTS)
         self.saves: deque[int] = deque(maxlen=_MOST_EVENTS)
@@ -413,7 +416,7 @@ class RunState:
         iteration = line["iteration"]
         if self.last and iteration <= self.last["iteration"]:
             self.repeated += 1
-            for kept in (self.series, self.loads, self.health):
+            for kept in (self.series, self.loads, self.experts_of_layer, self.health):
                 kept.forget_from(iteration)
         self.last, self.count = line, self.count + 1
         values: Numbers = {}  # the finite numbers of the line by name; those of an object or list are NAME.KEY
@@ -458,6 +461,10 @@ class RunState:
                 dead = (table == 0).sum(axis=1).astype(float)
                 self.loads.add(iteration, layers, {"load": load.tolist(), "dead": dead.tolist()})
                 self.experts.add(iteration, layers, table)
+                if self.layer in layers:
+                    row = table[layers.index(self.layer)]
+                    loads = (row / max(row.mean(), 1e-9)).tolist()
+                    self.experts_of_layer.add(iteration, list(range(len(row))), {"load": loads})
         health = line.get("health")
         if isinstance(health, dict):
             self._take_health(iteration, health, values)

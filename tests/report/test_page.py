@@ -12,13 +12,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import page_cost
 from docs import pictures
 from megatron_moe.config import schema
+from megatron_moe.data.tokenizers import NullTokenizer
 from megatron_moe.report.jsonl import read_events, read_steps
 from megatron_moe.report.records import StepRecord
 from megatron_moe.report.reporter import Reporter
+from megatron_moe_tools.models.experts import Sequences, experts_by_layer, write_picture
+from megatron_moe_tools.models.trace import Routing
 from megatron_moe_tools.report import cli as report
 from megatron_moe_tools.report import page as report_page
 from megatron_moe_tools.report import run_state
@@ -50,7 +54,7 @@ def data_of(page: Path) -> dict[str, Any]:
     return found
 
 
-def made(folder: Path, *others: Path) -> dict[str, Any]:
+def made(folder: Path, *others: Path | str) -> dict[str, Any]:
     assert report.main([str(folder), *map(str, others), "--output", str(folder / "page.html")]) == 0
     return data_of(folder / "page.html")
 
@@ -145,8 +149,11 @@ def test_the_last_fault_is_among_the_findings(tmp_path):
 
 def test_an_expert_that_died_lately_is_dead_although_it_got_tokens_before(tmp_path):
     lines = [line(n, tokens_per_expert={"3": [5, 5], "4": [0 if n > 10 else 9, 6]}) for n in range(1, 31)]
-    (run,) = made(write(tmp_path / "run", lines))["runs"]
+    (run,) = made(write(tmp_path / "run", lines), "--expert-layer", "4")["runs"]
     assert run["experts"]["dead"] == [[1, 0]]
+    over_time = run["expertsOfLayer"]  # of layer 4, each of its experts
+    assert over_time["layers"] == [0, 1] and over_time["from"] == over_time["to"] == list(range(1, 31))
+    assert over_time["figures"]["load"] == [[1.2, 0.8]] * 10 + [[0, 2]] * 20
     (finding,) = [one for one in run["findings"] if one["chart"] in ("experts", "loads")]  # they are not even
     assert finding["level"] == "bad" and "1 of them in layer 4" in finding["text"]
 
@@ -325,7 +332,7 @@ def test_the_page_is_what_the_metrics_say(browser, tmp_path):
         browser.mouse("mouseReleased", x, y, clicks=clicks)
     assert browser.evaluate(RANGE) == [1, 60]
     # two runs
-    made(one, two)
+    made(one, two, "--expert-layer", "4")
     browser.open(one / "page.html")
     wait_for(browser, "loss")
     legend = browser.evaluate("document.querySelector('#chart-loss .readout').textContent")
@@ -340,11 +347,38 @@ def test_the_page_is_what_the_metrics_say(browser, tmp_path):
     browser.pdf(tmp_path / "page.pdf")
     drawn, charts, widest, printed = browser.evaluate("window.printed")
     assert drawn == charts > 5 and widest < 700
+    assert "Load of each expert of layer 4" in browser.evaluate("document.getElementById('chart-layer').textContent")
     browser.size(1200, 900)
     assert browser.evaluate(grid) == printed != dark
     assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
     assert browser.errors == [] and {address.partition(":")[0] for address in browser.requests} == {"file"}
     assert {address.partition("#")[0] for address in browser.requests} == {(one / "page.html").as_uri()}
+
+
+def test_the_page_of_experts_shows_a_chosen_layer_and_expert(browser, tmp_path):
+    chosen = torch.tensor([[0, 2], [1, 2], [0, 3], [2, 0]])
+    texts = Sequences(["a", "b"], torch.tensor([[5, 6], [5, 7]]), torch.tensor([2, 2]), torch.tensor([0, 1]))
+    run = schema.replace(schema.Run(), num_layers=2, num_experts=4)
+    routing = {1: Routing(chosen, torch.empty(0)), 2: Routing(chosen.flip(1), torch.empty(0))}
+    layers = experts_by_layer(run, {1: torch.eye(4), 2: torch.ones(4, 4)}, routing, texts)
+    write_picture(tmp_path / "experts.html", EVIL, layers, texts, NullTokenizer(10))
+    browser.errors.clear()
+    browser.open(tmp_path / "experts.html")
+    assert browser.evaluate("document.title") == EVIL
+    told = browser.evaluate("document.getElementById('findings').innerText")
+    assert "duplicate experts, cosine > 0.999: 0, 1, 2, 3" in told and "layer 1: " not in told
+    assert browser.evaluate("document.getElementById('layer').innerText").split("\n") == ["layer 1", "MTP depth 1"]
+    coloured = "[...document.querySelectorAll('#tokens span')].map((one) => Boolean(one.style.background))"
+    rows = "[...document.querySelectorAll('#typical tr')].filter((row) => !row.hidden).map((row) => row.innerText)"
+    assert browser.evaluate(coloured) == [True] * 4
+    assert browser.evaluate("document.getElementById('tokens').textContent") == "5 65 7"
+    browser.evaluate("document.querySelector('#typical tr').onclick()")
+    assert browser.evaluate(coloured) == [True, False, True, True]
+    assert browser.evaluate(rows) == ["0\t1.50\t52/2  71/1"]
+    browser.evaluate("const box = document.getElementById('layer'); box.value = 1; box.onchange()")
+    browser.evaluate("document.getElementById('all').onclick()")
+    assert browser.evaluate(coloured) == [True, False, True, False]  # the last token of a text has no depth
+    assert browser.errors == []
 
 
 @pytest.mark.test_all(instead="tests/report/test_page.py::test_the_page_is_what_the_metrics_say")

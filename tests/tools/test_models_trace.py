@@ -84,7 +84,7 @@ def grad_norms(model: Any, tokens: Tensor) -> dict[str, float]:
     return {name: float(torch.linalg.vector_norm(one, dtype=torch.float64)) for name, one in reverted.items()}
 
 
-AT_ONCE = tracing._TOKENS_AT_ONCE
+AT_ONCE = tracing.TOKENS_AT_ONCE
 ONE_BY_ONE = ("deepseek-v3", LENGTH)  # sequences come back in their order
 CASES = [(case, AT_ONCE) for case in ("deepseek-v2-grouped", "qwen2-moe", "qwen3-moe-tied", "glm4-moe")]
 
@@ -94,7 +94,7 @@ CASES = [(case, AT_ONCE) for case in ("deepseek-v2-grouped", "qwen2-moe", "qwen3
     rows([*CASES, ONE_BY_ONE], test=[("qwen3-moe-tied", AT_ONCE), ("glm4-moe", AT_ONCE), ONE_BY_ONE]),
 )
 def test_a_hugging_face_folder_gives_what_transformers_computes(case, at_once, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(tracing, "_TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(tracing, "TOKENS_AT_ONCE", at_once)
     model = tiny_models.make(case, 8, tmp_path / "hf")
     reference, wanted = run_model(model, tokens_of()), grad_norms(model, tokens_of())
     out = traced(tmp_path / "hf", tmp_path, "--routing", "--grad-norms", str(tmp_path / "norms.json"))
@@ -170,8 +170,9 @@ def test_a_model_trained_here_at_another_layout_is_traced_with_its_real_vocabula
     flags |= {"tensor_model_parallel_size": 2, "sequence_parallel": True, "train_iters": 1}
     flags |= {"use_distributed_optimizer": True, "save": str(tmp_path / "run")}
     gloo.run(2, trained, flags=flags)
-    norms = tmp_path / "norms.json"
-    out = traced(tmp_path / "run", tmp_path, "--routing", "--grad-norms", str(norms), tokens=tokens_of(257))
+    norms, loaded, streamed = tmp_path / "norms.json", tmp_path / "loaded", tmp_path / "streamed"
+    words = ["--routing", "--grad-norms", str(norms), "--experts", str(loaded)]
+    out = traced(tmp_path / "run", tmp_path, *words, tokens=tokens_of(257))
     assert out["logits"].shape == (BATCH, LENGTH, 257)  # the bytes and the end of a document
     assert out["mtp_logits"].shape == (1, BATCH, LENGTH, 257)
     assert torch.isfinite(out["logits"]).all()
@@ -181,6 +182,11 @@ def test_a_model_trained_here_at_another_layout_is_traced_with_its_real_vocabula
     names = json.loads(norms.read_text())
     assert names["model.layers.1.mlp.experts.3.gate_proj.weight"] > 0
     assert "model.layers.2.eh_proj.weight" in names
+    # Experts are compared layer by layer as they are stored, here in halves and in bf16.
+    assert main(["--load", str(tmp_path / "run"), "--experts", str(streamed)]) == 0
+    for name, cosines in load_file(streamed).items():
+        torch.testing.assert_close(cosines, load_file(loaded)[name], rtol=0, atol=1e-6)
+        assert cosines.shape == (8, 8) and name in ("cosine.1", "cosine.2")
 
 
 # ---- bad input

@@ -195,7 +195,7 @@
   }
   const which = (block, c) => (block.from[c] === block.to[c] ? `iteration ${number(block.from[c])}` : `iterations ${number(block.from[c])} to ${number(block.to[c])}`);
 
-  function layerMap(grid, run, block, id, title, unit, name, kind, low, high) {
+  function layerMap(grid, run, block, id, title, unit, name, kind, low, high, row = "layer") {
     const table = block.figures[name], peak = block.figures[name + "_high"], all = table.flat().filter((v) => v !== null).sort((a, b) => a - b);
     if (!all.length || (name === "dead" && !all[all.length - 1])) return;
     const least = low === undefined ? all[0] : low, most = high || Math.max(least + 1e-6, all[Math.floor(0.99 * (all.length - 1))]);
@@ -203,10 +203,10 @@
     whole.firstChild.append(scale(kind, least, most));
     grid.append(whole);
     later(whole, Charts.heatHeight(block.layers), () => Charts.heat(box, readout, {
-      rows: block.layers, edges: spans(run, block), value: (c, r) => table[c][r], low: least, high: most, kind, unit: "layer", hint: "point at a cell for its value",
+      rows: block.layers, edges: spans(run, block), value: (c, r) => table[c][r], low: least, high: most, kind, unit: row, hint: "point at a cell for its value",
       say: function (c, r) {
         if (r === null) { r = 0; table[c].forEach((value, i) => { if (value !== null && (table[c][r] === null || value > table[c][r])) r = i; }); }
-        return `layer ${block.layers[r]}, ${which(block, c)}: ${number(table[c][r])}` + (peak && peak[c][r] !== table[c][r] ? `, at most ${number(peak[c][r])}` : "");
+        return `${row} ${block.layers[r]}, ${which(block, c)}: ${number(table[c][r])}` + (peak && peak[c][r] !== table[c][r] ? `, at most ${number(peak[c][r])}` : "");
       },
     }));
   }
@@ -223,6 +223,7 @@
       later(whole, Charts.heatHeight(layers), () => Charts.heat(box, readout, { rows: layers, edges: load[0].map((_, e) => [e - 0.5, e + 0.5]), value: (c, r) => load[r][c], low: 0, high: 2, kind: "even", alone: true, unit: "layer", x: "expert",
         hint: `iterations ${number(iterations[0])} to ${number(iterations[iterations.length - 1])}`, say: (c, r) => (r === null ? "" : `layer ${layers[r]}, expert ${c}: ${number(load[r][c])} of the mean`) }));
     });
+    if (run.expertsOfLayer) layerMap(grid, run, run.expertsOfLayer, at ? `layer-${at}` : "layer", `Load of each expert of layer ${run.layer}`, "tokens / the layer's mean", "load", "even", 0, 2, "expert");
     if (!run.experts) return;
     const block = run.experts, count = block.load[0].length, dead = new Set(block.dead.map(([row, expert]) => row * count + expert));
     const { whole, box, readout } = card(at ? `experts-${at}` : "experts", (several ? run.name + ": " : "") + `Load of every expert over the last ${block.steps} counted steps`, "tokens / the layer's mean; red: dead", true);
