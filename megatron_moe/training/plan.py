@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import origin
-from megatron_moe.checkpoint.plan import CheckpointPlan
+from megatron_moe.checkpoint.plan import CheckpointPlan, schedule_settings
 from megatron_moe.checkpoint.plan import plan as plan_checkpoint
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError, MissingPackage
@@ -179,6 +179,9 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
         missing.append(str(error))
     schedule = batch_schedule(run, world_size)
     start_from = plan_checkpoint(run)
+    if start_from.source is not None and (decided := schedule_settings(run, start_from.source)):
+        run = replace_settings(run, **decided)
+        rules.check(run, world_size)
     # A step that training has saved since goes before the folder that the training began with.
     is_imported = run.checkpoint.load_hf is not None and start_from.source is None
     imported = plan_import(run) if is_imported else None
@@ -202,7 +205,7 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
     ).with_start(start_from)
 
 
-_OF_TRAINING = ("save", "ema_decay", "loss_spike_factor", "profile", "tensorboard_dir", *SERVICES)
+_OF_TRAINING = ("save", "lr_restart_at", "ema_decay", "loss_spike_factor", "profile", "tensorboard_dir", *SERVICES)
 
 
 def without_training(run: Run) -> Run:
