@@ -197,9 +197,9 @@ def schedule_settings(run: Run, source: CheckpointSource) -> dict[str, Any]:
     if not run.optimizer.use_checkpoint_opt_param_scheduler:
         return found
     found |= {name: saved[name] for name in _SCHEDULE if name in saved}
-    if saved["lr_decay_iters"] is None and saved.get("lr_decay_samples") is None:  # as long as that run
+    if saved.get("lr_decay_iters") is None and saved.get("lr_decay_samples") is None:  # as long as that run
         found["lr_decay_samples"] = saved.get("train_samples")
-        if found["lr_decay_samples"] is None:
+        if found["lr_decay_samples"] is None and saved.get("train_iters") is not None:
             found["lr_decay_iters"] = saved["train_iters"] - (restart or 0)
     for name in run.explicit & found.keys():
         if (given := flatten(run)[name]) != found[name]:

@@ -22,7 +22,7 @@ from megatron_moe.checkpoint.save import Saver, SaveTarget, lock_folder
 from megatron_moe.checkpoint.state import TrainingProgress, TrainState
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.data.checks import Fingerprint, chat_template
+from megatron_moe.data.checks import chat_template
 from megatron_moe.data.datasets import build_datasets, build_named
 from megatron_moe.data.index_file import label_counts, label_entropy
 from megatron_moe.hf.importing import fill
@@ -113,13 +113,10 @@ def build_trainer(
         resources.push(ranks.watchdog.notice)  # last, to be called first
     saver, saved, loaded_step, resumed = None, None, None, {}
     start: Path | str | None = run.checkpoint.load_hf
-    former: Fingerprint = {}
     if source is not None:
         start = source.step
         if not (run.checkpoint.finetune or run.training.skip_train):
             resumed = source.state
-            for facts in resumed.get("sources", {}).values():
-                former.update({name: resumed["data"][name] for name in facts["prefixes"] if name in resumed["data"]})
         if planned.start_from.continues:
             saved, loaded_step = source.step, planned.start_from.start_iteration
     if run.checkpoint.save is not None:
@@ -141,7 +138,7 @@ def build_trainer(
         program=parts.names(),
         tokenizer={**planned.tokenizer.facts(), "chat_template": chat_template(run)},
         data=planned.data,
-        former_data=former,
+        former_data=planned.former_data,
         reporter=reporter,
         started_from=start,
         build_notes=[

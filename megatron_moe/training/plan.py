@@ -70,6 +70,17 @@ class RunPlan:
         return self.run.model.vocab_size or self.tokenizer.vocab_size
 
     @property
+    def former_data(self) -> Fingerprint:
+        """The files of sources that the run has no more, as the checkpoint has them: they may come back."""
+        source, found = self.start_from.source, Fingerprint()
+        if source is None or self.run.checkpoint.finetune:
+            return found
+        saved = source.state.get("data", {})
+        for taken in source.state.get("sources", {}).values():
+            found |= {prefix: saved[prefix] for prefix in taken["prefixes"] if prefix in saved}
+        return found
+
+    @property
     def notes(self) -> list[str]:
         """All notes of the plan, in the order to show; like neighbours among the pipeline's ranks are shown once."""
         found = list(self.run.warnings)
