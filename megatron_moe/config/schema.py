@@ -213,12 +213,15 @@ class DerivedSettings:
 
     @cached_property
     def lr_decay_length(self) -> int | None:
-        """Length of the learning rate's decay: by the flags, else all of the run since the schedule began; or None."""
+        """Length of the learning rate's decay: by the flags, else the rest of the run; None where neither is set."""
         options, training = self._run.optimizer, self._run.training
         decay = self._length(options.lr_decay_iters, options.lr_decay_samples)
-        if decay is not None or training.train_iters is None:
-            return self._length(None, training.train_samples) if decay is None else decay
-        return self._length(training.train_iters - (options.lr_restart_at or 0), training.train_samples)
+        if decay is not None:
+            return decay
+        steps = training.train_iters
+        if steps is not None:
+            steps -= options.lr_restart_at or 0
+        return self._length(steps, training.train_samples)
 
     @cached_property
     def lr_warmup_length(self) -> float:
