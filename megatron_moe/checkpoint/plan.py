@@ -74,6 +74,11 @@ def plan(run: Run, known_bad: Mapping[int, str] | None = None) -> CheckpointPlan
     known = dict(known_bad or {})
     source, notes = (None, []) if options.load is None else _find(run, Path(options.load), known)
     start = source.state["iteration"] if source is not None and not options.finetune else 0
+    if run.optimizer.lr_restart_at and source is None:
+        raise ConfigError(
+            f"--lr-restart-at {run.optimizer.lr_restart_at}: --load {options.load} holds no checkpoint yet, whose "
+            "schedule could end there; leave the flag out for the first start"
+        )
     if options.save is None:
         return CheckpointPlan(source, start, tuple(notes), known_bad=known)
     save, continued = Path(options.save), None
@@ -116,7 +121,7 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
     source = CheckpointSource(step, config, state)
     # Keys that the checkpoint does not have, because it is older than they are, are not compared. Without the optimizer
     # (converted, or saved so) it has no fp32 main weights to make weights of other dtypes from.
-    current = flatten(run)
+    current = flatten(run) | schedule_settings(run, source)
     differing = [name for name in architecture_keys() if name in config and config[name] != current[name]]
     if not has_optimizer:
         differing += other_dtypes(run, config)
@@ -149,6 +154,7 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
                 "optimizer anew, or --finetune"
             )
         check_frozen(run, config, str(step))
+    _check_restart(run.optimizer.lr_restart_at, source)
     if not verify:
         notes.append(
             f"{folder.WARNING}{step} is NOT VERIFIED (--no-verify-checkpoint): damage in its files goes unseen"
@@ -162,6 +168,63 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
     if changed and not (source.weights_only or run.training.skip_train):
         notes.append("settings changed since the checkpoint: " + "; ".join(changed))
     return source, notes
+
+
+# The learning rate's schedule
+
+_SCHEDULE = (
+    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "lr_decay_style", "lr_wsd_decay_style"),
+    *("lr_warmup_init", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"),
+    *("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+)
+
+
+def schedule_settings(run: Run, source: CheckpointSource) -> dict[str, Any]:
+    """Return the settings of the schedule that the checkpoint decides.
+
+    It decides where the schedule began unless `--lr-restart-at` does, and with `--use-checkpoint-opt-param-scheduler`
+    all others.
+
+    Raises:
+        ConfigError: a flag of the command contradicts them.
+    """
+    found, saved = dict[str, Any](), source.config
+    if source.weights_only or run.checkpoint.finetune or run.training.skip_train:
+        return found
+    restart = saved.get("lr_restart_at")
+    if run.optimizer.lr_restart_at is None and restart:
+        found["lr_restart_at"] = restart
+    if not run.optimizer.use_checkpoint_opt_param_scheduler:
+        return found
+    found |= {name: saved[name] for name in _SCHEDULE if name in saved}
+    if saved.get("lr_decay_iters") is None and saved.get("lr_decay_samples") is None:  # as long as that run
+        found["lr_decay_samples"] = saved.get("train_samples")
+        if found["lr_decay_samples"] is None and saved.get("train_iters") is not None:
+            found["lr_decay_iters"] = saved["train_iters"] - (restart or 0)
+    for name in run.explicit & found.keys():
+        if (given := flatten(run)[name]) != found[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {given}, --use-checkpoint-opt-param-scheduler: {source.step} has "
+                f"{found[name]}; leave one of the two out"
+            )
+    return {**found, "use_checkpoint_opt_param_scheduler": False}  # they are this run's from now on
+
+
+def _check_restart(restart: int | None, source: CheckpointSource) -> None:
+    """Refuse a schedule that is to begin anew at another iteration than the step's.
+
+    Raises:
+        ConfigError: naming the iteration that works.
+    """
+    if source.weights_only and restart:
+        raise ConfigError(f"--lr-restart-at {restart}: {source.step} was converted without a schedule; drop the flag")
+    begun = source.state.get("scheduler", {}).get("begun", {}).get("iteration", 0)
+    if restart and restart not in (begun, source.iteration):
+        since = f"after iteration {begun}" if begun else "with the run"
+        raise ConfigError(
+            f"--lr-restart-at {restart}: {source.step} has a schedule that began {since}, and another begins where a "
+            f"step is loaded; use --lr-restart-at {source.iteration}, or leave it out to go on"
+        )
 
 
 # The configuration of the step and that of the run.

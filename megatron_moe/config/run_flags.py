@@ -42,6 +42,13 @@ class OptimizerConfig:
         None, "warm-up as a share of lr-decay-iters, instead of lr-warmup-iters", within=PROBABILITY
     )
     lr_warmup_init: float = setting(0.0, "learning rate at the first step of the warm-up", within=NOT_NEGATIVE)
+    lr_restart_at: int | None = setting(
+        None,
+        "begin a new schedule, warm-up first, after the iteration that --load is at; default: the checkpoint's",
+        within=COUNT,
+    )
+    use_checkpoint_opt_param_scheduler: bool = setting(False, "take the schedule from --load's step", report=False)
+    override_opt_param_scheduler: bool = setting(False, "take it from the flags, as without both", report=False)
     lr_wsd_decay_style: str = setting("exponential", "WSD: the last phase", choices=("exponential", "linear", "cosine"))
     lr_wsd_decay_iters: int | None = setting(None, "WSD: iterations of the last phase", within=POSITIVE_COUNT)
     lr_wsd_decay_samples: int | None = setting(None, "the same in sequences", unit="sequences", within=POSITIVE_COUNT)

@@ -213,10 +213,15 @@ class DerivedSettings:
 
     @cached_property
     def lr_decay_length(self) -> int | None:
-        """Length of the learning rate's decay: by the flags, else the whole run; None where none is set."""
+        """Length of the learning rate's decay: by the flags, else the rest of the run; None where neither is set."""
         options, training = self._run.optimizer, self._run.training
         decay = self._length(options.lr_decay_iters, options.lr_decay_samples)
-        return self._length(training.train_iters, training.train_samples) if decay is None else decay
+        if decay is not None:
+            return decay
+        steps = training.train_iters
+        if steps is not None:
+            steps -= options.lr_restart_at or 0
+        return self._length(steps, training.train_samples)
 
     @cached_property
     def lr_warmup_length(self) -> float:

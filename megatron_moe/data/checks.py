@@ -304,6 +304,8 @@ def _require_mask(run: Run, index: TokenIndex, sidecar: Sidecar | None) -> None:
         return
     if (size := os.path.getsize(path)) != index.num_tokens:
         raise ConfigError(f"{path}: {size} bytes for {index.num_tokens} tokens; copy all files of the dataset again")
+    if not numpy.memmap(path, dtype=numpy.bool_, mode="r").any():
+        raise ConfigError(f"{path}: no token is trained, so nothing would be learnt; prepare the data again")
     if run.data.packing == "none":
         raise ConfigError(
             f"{index.prefix} is of conversations, of which each has to be whole: add --packing best-fit "

@@ -319,14 +319,15 @@ def named_optimizer_state(
 def build_scheduler(run: Run, optimizer: EngineOptimizer) -> Schedule:
     """Return the learning-rate schedule, counted in committed iterations or in their sequences.
 
-    The flags of the present run decide; a checkpoint gives the position only, so a run can be prolonged or its rate
-    changed by flags. The first step of a warm-up uses `--lr-warmup-init`.
+    The flags of the present run decide; a checkpoint gives the position only, and where the schedule began, so a run
+    can be prolonged or its rate changed by flags. The first step of a warm-up uses `--lr-warmup-init`.
     """
     options = run.optimizer
     decay = max(run.derived.lr_decay_length or 0, 1)
     return Schedule(
         optimizer,
         in_samples=run.derived.schedule_unit == "sequences",
+        restart_at=options.lr_restart_at or 0,
         init_lr=options.lr_warmup_init,
         max_lr=options.lr,
         min_lr=options.min_lr,

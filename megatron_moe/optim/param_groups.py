@@ -70,25 +70,39 @@ class Schedule(OptimizerParamScheduler):
 
     Args:
         in_samples: whether its lengths are sequences, and not iterations.
+        restart_at: the iteration after which it began; 0: the run's first.
+
+    Attributes:
+        num_steps: how far it has come, in its unit, since it began.
     """
 
-    def __init__(self, *args: Any, in_samples: bool = False, **settings: Any) -> None:
-        self._in_samples = in_samples
+    def __init__(self, *args: Any, in_samples: bool = False, restart_at: int = 0, **settings: Any) -> None:
+        self.in_samples, self.begun = in_samples, {"iteration": restart_at, "steps": 0, "samples": 0}
         super().__init__(*args, **settings)
 
     def advance(self, num_samples: int) -> None:
         """Count a committed step of so many sequences."""
-        self.step(increment=num_samples if self._in_samples else 1)
+        self.step(increment=num_samples if self.in_samples else 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return position and settings, with the unit of the position."""
-        return {**super().state_dict(), "in_samples": self._in_samples}
+        """Return settings and position, with its unit, and what the run had committed when the schedule began."""
+        return {**super().state_dict(), "in_samples": self.in_samples, "begun": self.begun}
 
     def load(self, state: dict[str, Any], committed_steps: int, committed_samples: int) -> None:
-        """Take the position of a state; where it was counted in the other unit, or before ours had one, of the run."""
-        position = state["num_steps"]
-        if state.get("in_samples", False) != self._in_samples:
-            position = committed_samples if self._in_samples else committed_steps
+        """Take the position of a state; begin anew if the state's schedule began after another iteration.
+
+        A position that was counted in the other unit, or before ours had one, follows from what the run has committed.
+        """
+        begun, position = state.get("begun", {"iteration": 0, "steps": 0, "samples": 0}), state["num_steps"]
+        goes_on = begun["iteration"] == self.begun["iteration"]
+        if goes_on:
+            self.begun = begun
+        elif self.begun["iteration"] > 0:
+            self.begun |= {"steps": committed_steps, "samples": committed_samples}
+        if not goes_on or state.get("in_samples", False) != self.in_samples:
+            committed = {"steps": committed_steps, "samples": committed_samples}
+            unit = "samples" if self.in_samples else "steps"
+            position = committed[unit] - self.begun[unit]
         self.load_state_dict({**state, "num_steps": position})
 
     def get_lr(self, param_group: dict[str, Any]) -> float:

@@ -86,7 +86,7 @@ def build_trainer(
     """
     ranks = _meet(planned.run, resources, leave)
     # A checkpoint whose content was verified; it may be an earlier step than was planned.
-    start_from = verified_checkpoint(planned.run, planned.start_from, say)
+    start_from = verified_checkpoint(planned.given, planned.start_from, say)
     if start_from.known_bad:
         notes = same_data_notes(planned.run, planned.data, start_from)
         planned = replace(planned, data_notes=[*planned.data_notes, *notes])
@@ -138,6 +138,7 @@ def build_trainer(
         program=parts.names(),
         tokenizer={**planned.tokenizer.facts(), "chat_template": chat_template(run)},
         data=planned.data,
+        former_data=planned.former_data,
         reporter=reporter,
         started_from=start,
         build_notes=[

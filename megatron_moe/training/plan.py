@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_moe.checkpoint import origin
-from megatron_moe.checkpoint.plan import CheckpointPlan
+from megatron_moe.checkpoint.plan import CheckpointPlan, schedule_settings
 from megatron_moe.checkpoint.plan import plan as plan_checkpoint
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError, MissingPackage
@@ -42,7 +42,10 @@ WORKERS_PER_CORE = 4
 class RunPlan:
     """What is known of a run before its ranks meet."""
 
+    given: Run
+    """The settings as they were given."""
     run: Run
+    """With what the step to load decides of them."""
     schedule: BatchSchedule
     start_from: CheckpointPlan
     """The checkpoint to load, if there is one, as far as its small files say."""
@@ -56,8 +59,13 @@ class RunPlan:
     """Notes of packages that a dry run did without."""
 
     def with_start(self, start_from: CheckpointPlan) -> RunPlan:
-        """Return the plan with this start: `--train-samples` ends it, whatever batches the run began with."""
-        run, source, done = self.run, start_from.source, start_from.start_iteration
+        """Return the plan with this start, which decides where the learning rate's schedule began.
+
+        `--train-samples` ends it, whatever batches the run began with.
+        """
+        run, source, done = self.given, start_from.source, start_from.start_iteration
+        if source is not None:
+            run = replace_settings(run, **schedule_settings(run, source))
         if run.training.train_samples is not None:
             consumed = source.state["consumed_samples"] if source is not None and done else 0
             steps = self.schedule.steps_to(run.training.train_samples, consumed)
@@ -68,6 +76,17 @@ class RunPlan:
     def vocab_size(self) -> int:
         """Tokens of the vocabulary, without padding."""
         return self.run.model.vocab_size or self.tokenizer.vocab_size
+
+    @property
+    def former_data(self) -> Fingerprint:
+        """The files of sources that the run has no more, as the checkpoint has them: they may come back."""
+        source, found = self.start_from.source, Fingerprint()
+        if source is None or self.run.checkpoint.finetune:
+            return found
+        saved = source.state.get("data", {})
+        for taken in source.state.get("sources", {}).values():
+            found |= {prefix: saved[prefix] for prefix in taken["prefixes"] if prefix in saved}
+        return found
 
     @property
     def notes(self) -> list[str]:
@@ -190,7 +209,8 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
     data = data_fingerprint(run, deep=deep)
     if deep is not False:
         data_notes += same_data_notes(run, data, start_from)
-    return RunPlan(
+    planned = RunPlan(
+        given=run,
         run=run,
         schedule=schedule,
         start_from=start_from,
@@ -200,9 +220,12 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
         data_notes=data_notes,
         missing=[f"WARNING: not on this machine, and a run needs it: {text}" for text in missing],
     ).with_start(start_from)
+    if planned.run.optimizer != run.optimizer:
+        rules.check(planned.run, world_size)  # the checkpoint's schedule fits the run
+    return planned
 
 
-_OF_TRAINING = ("save", "ema_decay", "loss_spike_factor", "profile", "tensorboard_dir", *SERVICES)
+_OF_TRAINING = ("save", "lr_restart_at", "ema_decay", "loss_spike_factor", "profile", "tensorboard_dir", *SERVICES)
 
 
 def without_training(run: Run) -> Run:

@@ -69,6 +69,7 @@ def report_start(trainer: Trainer) -> None:
         *run.warnings,
         *platform.unusable_libraries(),
         *trainer.build_notes,
+        *_rate_notes(trainer),
         *_precision_notes(run),
         *frozen,
         *_document_notes(trainer),
@@ -80,6 +81,30 @@ def report_start(trainer: Trainer) -> None:
         *defects.start_lines(defects.engine_version()),
     ):
         trainer.reporter.event("warning" if note in warnings else "message", note)
+
+
+def _rate_notes(trainer: Trainer) -> list[str]:
+    """Say of a run that has loaded something whether its learning rate's schedule begins or goes on."""
+    if trainer.started_from is None or trainer.run.training.skip_train:
+        return []
+    schedule = trainer.trained.scheduler
+    unit = "sequences" if schedule.in_samples else "iterations"
+    position, warmup, end = schedule.num_steps, schedule.lr_warmup_steps, schedule.lr_decay_steps
+    begun, where = schedule.begun["iteration"], "a schedule begins"
+    if position == 0 and begun:
+        where = f"a new schedule begins after iteration {begun:,}"
+    elif position > 0:
+        where = f"goes on after {position:,} {unit} of the schedule"
+        if begun:
+            where += f" that began after iteration {begun:,}"
+    phase = "no warm-up"
+    if position < warmup:
+        phase = f"warm-up until {warmup:,.0f}"
+    elif position >= end and schedule.lr_decay_style != "constant":
+        phase = f"over at {end:,}; --lr-restart-at {trainer.progress.iteration} begins another"
+    elif warmup:
+        phase = "warm-up over"
+    return [f"learning rate: {where} ({phase}); {schedule.get_lr({}):.6g} now"]
 
 
 def _precision_notes(run: Run) -> list[str]:

@@ -82,6 +82,8 @@ class Trainer:
     """Type and hash of the tokenizer, and its ids that end and begin a document; kept in every checkpoint."""
     data: Fingerprint
     """The data files as they were at the start; kept in every checkpoint."""
+    former_data: Fingerprint
+    """Those of sources that the run has no more, as the checkpoint has them: they may come back."""
     reporter: Reporter
     started_from: Path | str | None
     """The checkpoint or the imported folder."""

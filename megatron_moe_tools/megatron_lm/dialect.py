@@ -523,5 +523,6 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
         batch = 1
     for name in ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps"):
         schedule[name] *= batch
-    schedule["num_steps"] = continued.consumed_samples
+    begun = schedule.pop("begun", {"samples": 0})
+    schedule["num_steps"] = continued.consumed_samples - begun["samples"]
     return {**found, "optimizer": own, "opt_param_scheduler": schedule}

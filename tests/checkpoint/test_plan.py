@@ -1,12 +1,13 @@
 """A checkpoint that does not fit the run is refused with every key that differs."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_moe.checkpoint.plan import architecture_keys, plan
+from megatron_moe.checkpoint.plan import architecture_keys, plan, schedule_settings
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, fields_by_name, flatten, replace
 from tests.helpers.plain_steps import write_step
@@ -32,6 +33,28 @@ def test_the_same_run_goes_on_from_its_latest_step_and_is_told_what_has_changed(
         assert words in note
     with pytest.raises(ConfigError, match="save to another folder"):
         plan(replace(run, finetune=True))
+
+
+def test_a_schedule_begins_anew_where_a_step_is_loaded_or_goes_on(tmp_path):
+    run = saved_by(RUN, tmp_path)
+    for restart in (None, 0, 50):
+        assert plan(replace(run, lr_restart_at=restart, lr_decay_iters=9)).source is not None
+    with pytest.raises(ConfigError, match="--lr-restart-at 40: .* began with the run, .*use --lr-restart-at 50"):
+        plan(replace(run, lr_restart_at=40))
+    with pytest.raises(ConfigError, match="--lr-restart-at 40: .*holds no checkpoint yet"):
+        plan(replace(run, lr_restart_at=40, load=str(tmp_path / "new"), save=str(tmp_path / "new")))
+    begun = replace(saved_by(replace(RUN, lr=0.2, lr_restart_at=40), tmp_path / "begun"), lr_restart_at=None)
+    source = plan(begun).source
+    assert source is not None and schedule_settings(begun, source) == {"lr_restart_at": 40}
+    taken = replace(begun, use_checkpoint_opt_param_scheduler=True, lr=0.5, min_lr=0.1)
+    found = schedule_settings(taken, source)
+    assert [found[name] for name in ("lr", "min_lr", "lr_decay_iters", "lr_restart_at")] == [0.2, 0.0, 60, 40]
+    taken = dataclasses.replace(taken, explicit=frozenset({"lr"}))
+    with pytest.raises(ConfigError, match=r"--lr 0.5, --use-checkpoint-opt-param-scheduler: .* has 0.2; leave one"):
+        plan(taken)
+    write_step(tmp_path / "hf", 0, config=flatten(RUN), state=CONVERTED)
+    with pytest.raises(ConfigError, match="--lr-restart-at 1: .*converted without a schedule"):
+        plan(replace(RUN, load=str(tmp_path / "hf"), lr_restart_at=1))
 
 
 def test_every_differing_key_is_listed_with_both_values(tmp_path):

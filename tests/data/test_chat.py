@@ -1,8 +1,11 @@
 """Conversations: masks are those of transformers by markers in the template, and what cannot be right is named."""
 
+import hashlib
 import json
+import math
 import random
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,9 @@ import yaml
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.schema import build
-from megatron_moe.data.checks import check_data
-from megatron_moe.data.datasets import build_datasets
+from megatron_moe.config.schema import build, flatten
+from megatron_moe.data.checks import check_data, data_fingerprint, require_same_samples
+from megatron_moe.data.datasets import build_datasets, build_named
 from megatron_moe.data.index_file import MASK, SUFFIXES
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer
 from megatron_moe.training.callback import Callback
@@ -29,7 +32,9 @@ from megatron_moe_tools.prepare.merge import merge
 from megatron_moe_tools.prepare.preprocess import PreprocessOptions, main, preprocess
 from tests.data.prepared import byte_level_bpe, dataset_bytes
 from tests.helpers.rows import rows
+from tests.helpers.stepped_trainer import EP2, TP2
 from tests.helpers.tiny_tokenizers import published
+from tests.helpers.trained_steps import SMALL, lines, trained
 
 TEMPLATES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("chat_templates.yaml").read_text())
 MARKERS = re.compile(r"\{%-? (?:end)?generation %\}")
@@ -214,6 +219,136 @@ def test_a_conversation_is_shown_with_what_is_trained_between_brackets(prepared,
         assert last in answer and answer.endswith(("<|return|>", "<|end|>"))
 
 
+@pytest.fixture(scope="module")
+def mixed(prepared, tmp_path_factory) -> tuple[str, str, dict[str, Any]]:
+    """Prefixes of conversations and of text, and the settings of a tiny run on such data."""
+    folder, _, flags = prepared
+    place = tmp_path_factory.mktemp("mixed")
+    (place / "text.jsonl").write_text("".join(json.dumps({"text": str(record)}) + "\n" for record in RECORDS[:20]))
+    assert main([*flags, "--output-prefix", str(place / "chat"), "--workers", "1"]) == 0
+    of_text = ["--input", str(place / "text.jsonl"), *flags[2:-1], "--output-prefix", str(place / "text")]
+    assert main([*of_text, "--append-eod", "--workers", "1"]) == 0
+    chosen = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder / "tokenizer")}
+    run = {**SMALL, **PACKED, **chosen, "mock_data": False, "seq_length": 512, "global_batch_size": 4, "train_iters": 3}
+    return str(place / "chat_messages_document"), str(place / "text_text_document"), run
+
+
+def trained_tokens(flags: dict[str, Any]) -> list[int]:
+    """Train; of each step how many tokens have a loss."""
+    found: list[Any] = []
+    trained(flags, Noting(found, "tokens"))
+    return found
+
+
+TRAINED = [(2, TP2), (2, EP2), (4, {**TP2, "context_parallel_size": 2})]
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+@pytest.mark.parametrize(("ranks", "layout"), rows(TRAINED, test=TRAINED[:1]))
+def test_conversations_mixed_with_text_train_alike_on_every_layout(gloo, mixed, tmp_path, ranks, layout, per_token):
+    """Routers count all tokens but padding, K times; a loss have the trained ones alone."""
+    chat, text, flags = mixed
+    (tmp_path / "data.yaml").write_text(
+        f"sources:\n  chat: {{path: {chat}, weight: 3, split: '8,2,0'}}\n  text: {{path: {text}, weight: 1}}\n"
+        f"validation:\n  chat: {{path: {chat}, split: '8,2,0'}}\n"
+    )
+    flags = {**flags, "data_config": str(tmp_path / "data.yaml"), "eval_iters": 1, "lr": 1e-3}
+    flags |= {"moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (1e-2,)}
+    flags |= {"calculate_per_token_loss": per_token}
+    found, steps = {}, {}
+    for number, more in ((1, {}), (ranks, layout)):
+        metrics = tmp_path / f"{number}.jsonl"
+        counts = gloo.run(number, trained_tokens, flags={**flags, **more, "metrics_file": str(metrics)})[0]
+        steps[number] = lines(metrics)
+        (evaluated,) = lines(metrics.with_suffix(".eval.jsonl"))
+        found[number] = counts, evaluated["tokens"], evaluated["loss"]
+    tokenizer = HuggingFaceTokenizer(flags["tokenizer_model"])
+    samples, _ = build_named(build(flags), tokenizer, 12, 0, 1)
+    assert samples is not None and {samples.mixture.at(number)[0] for number in range(12)} == {0, 1}
+    masks = [int(samples[number]["loss_mask"].sum()) for number in range(12)]
+    assert found[1][0] == found[ranks][0] == [sum(masks[first : first + 4]) for first in (0, 4, 8)]
+    assert found[ranks][1:] == pytest.approx(found[1][1:], rel=1e-5)
+    for one, many, count in zip(steps[1], steps[ranks], found[1][0], strict=True):
+        assert one["tokens_per_expert"] == many["tokens_per_expert"] and one["data_hash"] == many["data_hash"]
+        assert sum(one["tokens_per_expert"]["2"]) == 2 * one["tokens"] and count < one["tokens"] < 4 * 512
+        for name in ("loss", "grad_norm", "aux_losses"):
+            assert many[name] == pytest.approx(one[name], rel=1e-5)
+
+
+def test_training_and_validation_of_one_dataset_share_no_conversation(mixed, tmp_path):
+    chat, _, flags = mixed
+    (tmp_path / "data.yaml").write_text(
+        f"sources:\n  a: {{path: {chat}, weight: 1, split: '7,3,0'}}\n"
+        f"validation:\n  a: {{path: {chat}, split: '7,3,0'}}\n"
+    )
+    run = build({**flags, "data_config": str(tmp_path / "data.yaml"), "eval_iters": 1})
+    train, sets = build_named(run, HuggingFaceTokenizer(flags["tokenizer_model"]), 10**4, 10**4, 1)
+    assert train is not None
+    parts = []
+    for data, count in ((train, train.mixture.epoch_samples[0]), (sets["valid/a"], sets["valid/a"].count)):
+        found = Counter()
+        for sample in map(data.__getitem__, range(count)):
+            for first in set(sample["documents"].tolist()) - {-1}:
+                found[tuple(sample["tokens"][sample["documents"] == first].tolist())] += 1
+        parts.append(found)
+    assert parts[0].total() + parts[1].total() == len(RECORDS) and not parts[0] & parts[1]
+    assert parts[1].total() == 18
+
+
+def planted(folder: Path, chat: str, mask: bytes) -> str:
+    """A copy of a dataset of conversations with another mask, which its sidecar knows; its prefix."""
+    for suffix in SUFFIXES:
+        if Path(chat + suffix).exists():
+            shutil.copy(chat + suffix, folder / f"planted{suffix}")
+    (folder / f"planted{MASK}").write_bytes(mask)
+    sidecar = json.loads((folder / "planted.json").read_text())
+    (folder / "planted.json").write_text(json.dumps({**sidecar, "mask_sha256": hashlib.sha256(mask).hexdigest()}))
+    return str(folder / "planted")
+
+
+def test_a_mask_that_trains_nothing_is_refused_and_a_batch_without_trained_tokens_is_left_out(gloo, mixed, tmp_path):
+    chat, _, flags = mixed
+    mask = numpy.fromfile(chat + MASK, dtype=numpy.uint8)
+    run = {**flags, "data_path": (planted(tmp_path, chat, bytes(len(mask))),), "split": "1,0,0", "train_iters": 8}
+    tokenizer = HuggingFaceTokenizer(flags["tokenizer_model"])
+    with pytest.raises(ConfigError, match="planted.mask: no token is trained"):
+        check_data(build(run), tokenizer)
+    mask[: len(mask) // 2] = 0
+    planted(tmp_path, chat, mask.tobytes())
+    metrics = tmp_path / "metrics.jsonl"
+    for batch in (1, 2):  # whole batches, or one of two micro-batches
+        gloo.run(1, trained, flags={**run, "global_batch_size": batch, "metrics_file": str(metrics)})
+        steps = lines(metrics)
+        samples, _, _ = build_datasets(build(run), tokenizer, 16, 0, 0)
+        masks = [bool(samples[number]["loss_mask"].any()) for number in range(16)]
+        assert not all(masks[: 8 * batch])
+        empty = [not any(masks[batch * step : batch * step + batch]) for step in range(8)]
+        assert [step["skipped"] for step in steps] == empty and any(empty) == (batch == 1)
+        told = [
+            event["text"] for event in lines(metrics.with_suffix(".events.jsonl")) if "no token of" in event["text"]
+        ]
+        assert len(told) == sum(empty)
+        assert all(math.isfinite(step["grad_norm"]) for step in steps if not step["skipped"])
+        metrics.unlink()
+        metrics.with_suffix(".events.jsonl").unlink()
+
+
+def test_a_resume_with_another_mask_names_its_file(prepared, mixed, tmp_path):
+    _, tokenizer, flags = prepared
+    _, _, fields = mixed
+    place = [*flags, "--output-prefix", str(tmp_path / "chat"), "--workers", "1", "--overwrite"]
+    run = build({**fields, "data_path": (str(tmp_path / "chat_messages_document"),), "eval_iters": 0})
+    saved = []
+    for turns in ("assistant", "last"):
+        assert main([*place, "--train-on", turns]) == 0
+        check_data(run, tokenizer)
+        saved.append(data_fingerprint(run))
+    with pytest.raises(
+        ConfigError, match=r"chat_messages_document\.mask is not the file that STEP was trained on: SHA"
+    ):
+        require_same_samples(run, saved[1], flatten(run), saved[0], "STEP")
+
+
 CHATML = """{% for one in messages %}{{ '<|bos|>' + one.role + ': ' + one.content + '<|end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|bos|>assistant: ' }}{% endif %}"""
 
@@ -229,11 +364,11 @@ def first_loss(folder: str, flags: dict[str, Any]) -> float:
 
 
 class Noting(Callback):
-    def __init__(self, losses: list[float]) -> None:
-        self.losses = losses
+    def __init__(self, found: list[Any], name: str = "loss") -> None:
+        self.found, self.name = found, name
 
     def after_step(self, step: Any, result: Any) -> None:
-        self.losses.append(result.loss)
+        self.found.append(getattr(result, self.name))
 
 
 @pytest.mark.parametrize(("ranks", "layout"), rows(list(LAYOUTS), test=list(LAYOUTS)[:1]))
@@ -268,7 +403,7 @@ def test_the_loss_on_trained_tokens_is_transformers_own(gloo, ranks, layout, tmp
 CHANGED = {
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes for"),
     "gone": (Path.unlink, "is missing"),
-    "other bytes": (lambda path: path.write_bytes(bytes(len(path.read_bytes()))), "SHA-256"),
+    "other bytes": (lambda path: path.write_bytes(path.read_bytes()[::-1]), "SHA-256"),
 }
 
 

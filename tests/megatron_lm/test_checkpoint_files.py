@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_moe.checkpoint.folder import find_step
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.schema import build
 from megatron_moe_tools.convert.cli import main
 from megatron_moe_tools.megatron_lm import dialect
 from tests.checkpoint.payloads import Bomb
@@ -337,3 +338,11 @@ def test_a_run_that_loads_it_is_told_the_command_that_converts_it(theirs: Path) 
         with pytest.raises(ConfigError) as error:
             find_step(folder, None)
         assert f"megatron-moe convert --from megatron --to native --load {folder}" in str(error.value)
+
+
+def test_a_schedule_that_began_within_the_run_has_its_own_position_there():
+    lengths = dict.fromkeys(("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps"), 8)
+    schedule = {**lengths, "num_steps": 2, "in_samples": False, "begun": {"iteration": 4, "steps": 3, "samples": 16}}
+    continued = dialect.Continued(6, 24, 5, schedule, 4, False)
+    found = dialect.common(build({}), transformer_impl="local", half=None, continued=continued)
+    assert found["opt_param_scheduler"] == {**dict.fromkeys(lengths, 32), "num_steps": 8}

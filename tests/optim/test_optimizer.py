@@ -101,6 +101,29 @@ def test_a_schedule_in_sequences_goes_by_those_committed_through_any_change_of_b
             samples += sum(size for size, committed in taken if committed)
 
 
+@pytest.mark.parametrize(("unit", "each"), [("iters", 1), ("samples", 8)])
+def test_a_schedule_that_begins_anew_leaves_out_what_was_not_committed(unit: str, each: int) -> None:
+    """Also in sequences, where the first one counted iterations; `committed` steps of 30 were."""
+    committed, flags = 27, {"lr": 1.0, "lr_decay_style": "linear", "train_iters": 90, "global_batch_size": 8}
+    first, group = replace(Run(), **flags), {"wd_mult": 1.0, "max_lr": 1.0, "min_lr": 0.0}
+    before = build_scheduler(first, SimpleNamespace(param_groups=[group]))
+    for _ in range(committed):
+        before.advance(8)
+    lengths = {f"lr_decay_{unit}": 20 * each, f"lr_warmup_{unit}": 4 * each, "lr_restart_at": 30}
+    state, used = before.state_dict(), []
+    for step in range(24):
+        again = build_scheduler(replace(first, **lengths), SimpleNamespace(param_groups=[group]))
+        again.load(state, committed_steps=committed + step, committed_samples=8 * (committed + step))
+        used.append(group["lr"])
+        again.advance(8)
+        state = again.state_dict()
+    assert used == pytest.approx([*(n / 4 for n in range(5)), *(1 - n / 16 for n in range(1, 17)), 0, 0, 0])
+    assert state["begun"] == {"iteration": 30, "steps": committed, "samples": 8 * committed}
+    whole = build_scheduler(replace(first, lr_restart_at=0), SimpleNamespace(param_groups=[group]))
+    whole.load(state, committed_steps=51, committed_samples=8 * 51)  # back to the schedule of the run
+    assert group["lr"] == pytest.approx(1 - 51 / 90)
+
+
 def test_lengths_in_iterations_beside_those_in_sequences_are_so_many_batches() -> None:
     flags = {"lr_decay_style": "linear", "global_batch_size": 8}
     mixed = rates(21, **flags, train_samples=167, lr_warmup_iters=2)

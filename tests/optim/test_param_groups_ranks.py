@@ -8,6 +8,7 @@ import torch
 
 from megatron_moe.config import module_names
 from megatron_moe.config.schema import build
+from tests.helpers import trained_steps
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import DISTRIBUTED, PP2, STORED, TINY, ZERO_3, Trainer, stopped, trained, whole
 from tests.optim.layout_cases import EVERY, FEW, OFFLOAD, PACKED, require_close
@@ -174,3 +175,40 @@ def test_the_flags_of_the_present_run_decide_after_a_load(gloo: Any, tmp_path: A
         by_name = 0.0 if "norm" in name or name.endswith("bias") else 1.0
         multiple = by_name if own.weight_decay_mult is None else own.weight_decay_mult
         assert step == 2 and (rate, decay) == pytest.approx((base * own.lr_mult, 0.5 * multiple)), name
+
+
+BEFORE = {"train_iters": 4, "lr": 10e-3, "min_lr": 1e-3}
+AGAIN = {"train_iters": 12, "lr": 5e-3, "min_lr": 0.0, "lr_warmup_iters": 4, "lr_warmup_init": 1e-3, "lr_restart_at": 4}
+WRITTEN_OUT = [10, 7.75, 5.5, 3.25, 1, 2, 3, 4, 5, 3.75, 2.5, 1.25]
+"""The rates of the twelve steps, in thousandths."""
+
+
+@pytest.mark.test_all(
+    instead="tests/optim/test_optimizer.py::test_a_schedule_that_begins_anew_leaves_out_what_was_not_committed"
+)
+def test_a_schedule_begins_anew_once_and_goes_on_through_stops(gloo: Any, tmp_path: Any) -> None:
+    def run(place: str, **flags: Any) -> tuple[list[float], str]:
+        """Rates by the metrics, and what the log says of them."""
+        metrics = tmp_path / f"{place}.jsonl"
+        common = {**trained_steps.SMALL, "lr_decay_style": "linear", "save": str(tmp_path / place)}
+        gloo.run(1, trained_steps.trained, flags={**common, "metrics_file": str(metrics), **flags})
+        events = trained_steps.lines(metrics.with_suffix(".events.jsonl"))
+        notes = [event["text"] for event in events if event.get("text", "").startswith("learning rate:")]
+        return [1e3 * line["learning_rate"] for line in trained_steps.lines(metrics)], [None, *notes][-1]
+
+    root = str(tmp_path / "a")
+    assert run("a", **BEFORE) == (pytest.approx(WRITTEN_OUT[:4]), None)
+    again = {**AGAIN, "load": root, "exit_interval": 7}
+    rates, note = run("a", **again)  # stops within the warm-up
+    assert rates == pytest.approx(WRITTEN_OUT[:7])
+    assert note == "learning rate: a new schedule begins after iteration 4 (warm-up until 4); 0.001 now"
+    rates, note = run("a", **again)
+    assert rates == pytest.approx(WRITTEN_OUT)
+    assert note == (
+        "learning rate: goes on after 3 iterations of the schedule that began after iteration 4 (warm-up until 4); "
+        "0.004 now"
+    )
+    # Without the flags of the schedule: it is the checkpoint's, or goes on where it began.
+    of_checkpoint = {"load": root, "ckpt_step": 7, "train_iters": 12, "lr": 0.5}
+    rates, note = run("b", **of_checkpoint, use_checkpoint_opt_param_scheduler=True)
+    assert rates == pytest.approx(WRITTEN_OUT[7:]) and "that began after iteration 4" in note

@@ -10,6 +10,7 @@ import torch
 from megatron_moe import platform
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
+from megatron_moe.optim.optimizer import build_scheduler
 from megatron_moe.platform import env_vars, hardware
 from megatron_moe.report import Sink
 from megatron_moe.training.run import pretrain
@@ -18,6 +19,7 @@ from megatron_moe.training.start_notes import (
     _expert_notes,
     _overlap_notes,
     _precision_notes,
+    _rate_notes,
     _sharding_notes,
 )
 from megatron_moe_tools import compat
@@ -96,6 +98,26 @@ def test_data_parallel_gpus_are_told_once_which_overlaps_are_off(monkeypatch):
     assert off("--use-distributed-optimizer --no-gradient-accumulation-fusion") == [reduce, gather, shared]
     assert off(f"--use-distributed-optimizer --{reduce} --{fused} --{shared}") == [gather]
     assert off("--use-torch-fsdp2") == []
+
+
+@pytest.mark.parametrize(
+    ("position", "phase"),
+    [
+        (0, "a schedule begins (warm-up until 4); 0 now"),
+        (2, "goes on after 2 iterations of the schedule (warm-up until 4); 0.5 now"),
+        (8, "goes on after 8 iterations of the schedule (warm-up over); 0.5 now"),
+        (12, "goes on after 12 iterations of the schedule (over at 12; --lr-restart-at 12 begins another); 0 now"),
+    ],
+)
+def test_a_run_that_loads_says_where_in_its_schedule_the_rate_is(position, phase):
+    run = build({"lr": 1.0, "lr_decay_style": "linear", "lr_warmup_iters": 4, "train_iters": 12})
+    schedule = build_scheduler(run, SimpleNamespace(param_groups=[]))
+    schedule.load({**schedule.state_dict(), "num_steps": position}, position, position)
+    trainer = SimpleNamespace(run=run, started_from="x", trained=SimpleNamespace(scheduler=schedule))
+    trainer.progress = SimpleNamespace(iteration=position)
+    assert _rate_notes(trainer) == [f"learning rate: {phase}"]
+    trainer.started_from = None
+    assert _rate_notes(trainer) == []
 
 
 def notes(**flags):

@@ -187,10 +187,17 @@ unread(
     in_megatron=True,
 )
 unread(
-    ("use_checkpoint_args", "accept_changed_data", "verify_checkpoint", *_LOADING),
+    ("use_checkpoint_args", "accept_changed_data", "verify_checkpoint", "lr_restart_at", *_LOADING),
     "load",
     "nothing would be loaded; add --load FOLDER or drop it",
     needs=FILES,
+)
+unread(
+    ("use_checkpoint_opt_param_scheduler",),
+    "load",
+    "there is no checkpoint to take it from; add --load FOLDER or drop it",
+    needs=FILES,
+    in_megatron=True,
 )
 refuse(
     "imported_weights_are_a_start",

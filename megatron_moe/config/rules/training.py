@@ -159,6 +159,44 @@ refuse(
 )
 
 
+refuse(
+    "schedule_is_of_one_source",
+    ("use_checkpoint_opt_param_scheduler",),
+    "the schedule would have the checkpoint's settings and the flags'; drop one of the two",
+    when=lambda run: run.optimizer.use_checkpoint_opt_param_scheduler,
+    any_of=("override_opt_param_scheduler", "lr_restart_at"),
+)
+refuse(
+    "restarts_go_on_from_a_schedule",
+    ("finetune",),
+    "a schedule begins with the run then; drop one of the two",
+    # What --pretrained-checkpoint makes of a first start is no flag of the user's.
+    when=lambda run: (
+        run.checkpoint.finetune and (run.optimizer.lr_restart_at or run.checkpoint.pretrained_checkpoint is None)
+    ),
+    any_of=("lr_restart_at", "use_checkpoint_opt_param_scheduler"),
+)
+
+
+@rule()
+def restarted_schedules_have_a_length(run: Run) -> None:
+    """Require that something of the run is left for a schedule that begins anew, and that its length is known."""
+    options, steps = run.optimizer, run.training.train_iters
+    if options.lr_restart_at and steps is not None and options.lr_restart_at >= steps:
+        raise Refusal(
+            ("lr_restart_at", "train_iters"),
+            f"no step comes after it; use --train-iters {options.lr_restart_at + 1} or more",
+        )
+    if (
+        options.lr_restart_at
+        and run.training.train_samples
+        and not (options.lr_decay_iters or options.lr_decay_samples)
+    ):
+        raise Refusal(
+            ("lr_restart_at", "train_samples"), "say how long the new schedule is: --lr-decay-samples 1000000"
+        )
+
+
 def _in_unit(run: Run, iters: str) -> str:
     """Return the flag of a length of the schedule in the unit that the run counts in."""
     name = iters if run.derived.schedule_unit == "iterations" else iters.replace("iters", "samples")

@@ -90,7 +90,7 @@ def save(trainer: Trainer) -> None:
         "padded_vocab_size": trainer.padded_vocab_size,
         "versions": versions(),
         "tokenizer": trainer.tokenizer,
-        "data": trainer.data,
+        "data": {**trainer.former_data, **trainer.data},
         "device": platform.device().type,
         "records": list(trainer.records),
     }
