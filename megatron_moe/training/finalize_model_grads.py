@@ -68,7 +68,7 @@ def finalize_model_grads(
 def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
     """Update expert_bias of all routers of `model`, with one all-reduce of all counts, in int64.
 
-    Quantile balancing needs a second one, of the histograms.
+    Quantile balancing needs one more for each layer's histogram.
 
     That of a frozen router stays: it is a part of the choice that was frozen.
     """
@@ -90,9 +90,10 @@ def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
     biases: list[Tensor | None] = []
     dropped: list[Tensor | None] = []
     errors: list[Tensor | None] = []
-    for router, count, differences in zip(found, counts, _global_differences(found)):
+    for router, count in zip(found, counts):
         bias, error = router.expert_bias, None
-        if bias is not None and router.weight.requires_grad and differences is not None:
+        if bias is not None and router.weight.requires_grad and router.local_differences is not None:
+            differences = all_reduce_sum(router.local_differences.to(torch.int64), router.groups.tp_dp_cp)
             updated, error = quantile_bias(bias, differences, router.options.topk, router.options.quantile_ema)
             bias.copy_(updated)
         elif bias is not None and router.weight.requires_grad:
@@ -110,16 +111,6 @@ def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
         dropped_per_expert=tuple(dropped),
         bias_error=tuple(errors),
     )
-
-
-def _global_differences(found: list[TopKRouter]) -> list[Tensor | None]:
-    """Return each layer's histogram of differences over TP x CP x DP, [E, bins] int64; None without one."""
-    local = [router.local_differences for router in found if router.local_differences is not None]
-    if not local:
-        return [None] * len(found)
-    total = all_reduce_sum(torch.cat([one.flatten() for one in local]).to(torch.int64), found[0].groups.tp_dp_cp)
-    sums = iter(total.split([one.numel() for one in local]))
-    return [None if one is None else next(sums).view_as(one) for one in (router.local_differences for router in found)]
 
 
 class _LayerCounts(NamedTuple):
