@@ -183,9 +183,6 @@ WRITTEN_OUT = [10, 7.75, 5.5, 3.25, 1, 2, 3, 4, 5, 3.75, 2.5, 1.25]
 """The rates of the twelve steps, in thousandths."""
 
 
-@pytest.mark.test_all(
-    instead="tests/optim/test_optimizer.py::test_a_schedule_that_begins_anew_leaves_out_what_was_not_committed"
-)
 def test_a_schedule_begins_anew_once_and_goes_on_through_stops(gloo: Any, tmp_path: Any) -> None:
     def run(place: str, **flags: Any) -> tuple[list[float], str]:
         """Rates by the metrics, and what the log says of them."""
