@@ -240,13 +240,13 @@ def trained_tokens(flags: dict[str, Any]) -> list[int]:
     return found
 
 
-TRAINED = [(2, TP2), (2, EP2), (4, {**TP2, "context_parallel_size": 2})]
+SPREAD = {**TP2, "context_parallel_size": 2}
+TRAINED = [(2, TP2, True), (2, EP2, False), (4, SPREAD, False), (4, SPREAD, True)]
 
 
-@pytest.mark.parametrize("per_token", [True, False])
-@pytest.mark.parametrize(("ranks", "layout"), rows(TRAINED, test=TRAINED[:1]))
+@pytest.mark.parametrize(("ranks", "layout", "per_token"), rows(TRAINED, test=TRAINED[:1]))
 def test_conversations_mixed_with_text_train_alike_on_every_layout(gloo, mixed, tmp_path, ranks, layout, per_token):
-    """Routers count all tokens but padding, K times; a loss have the trained ones alone."""
+    """Routers count all tokens but padding, K times; the trained ones alone have a loss."""
     chat, text, flags = mixed
     (tmp_path / "data.yaml").write_text(
         f"sources:\n  chat: {{path: {chat}, weight: 3, split: '8,2,0'}}\n  text: {{path: {text}, weight: 1}}\n"

@@ -197,7 +197,7 @@ def test_a_schedule_begins_anew_once_and_goes_on_through_stops(gloo: Any, tmp_pa
         return [1e3 * line["learning_rate"] for line in trained_steps.lines(metrics)], [None, *notes][-1]
 
     root = str(tmp_path / "a")
-    assert run("a", **BEFORE) == (pytest.approx(WRITTEN_OUT[:4]), None)
+    assert run("a", save_interval=2, **BEFORE) == (pytest.approx(WRITTEN_OUT[:4]), None)
     again = {**AGAIN, "load": root, "exit_interval": 7}
     rates, note = run("a", **again)  # stops within the warm-up
     assert rates == pytest.approx(WRITTEN_OUT[:7])
@@ -212,3 +212,9 @@ def test_a_schedule_begins_anew_once_and_goes_on_through_stops(gloo: Any, tmp_pa
     of_checkpoint = {"load": root, "ckpt_step": 7, "train_iters": 12, "lr": 0.5}
     rates, note = run("b", **of_checkpoint, use_checkpoint_opt_param_scheduler=True)
     assert rates == pytest.approx(WRITTEN_OUT[7:]) and "that began after iteration 4" in note
+    # Steps that are passed over decide nothing.
+    for file in (path for step in (4, 7, 12) for path in (tmp_path / "a" / f"iter_{step:07d}").glob("*.distcp")):
+        file.write_bytes(bytes(file.stat().st_size))
+    rates, note = run("c", **{**BEFORE, "load": root, "train_iters": 6})
+    assert rates == pytest.approx([7, 5.5, 4, 2.5])
+    assert note.startswith("learning rate: goes on after 2 iterations of the schedule (")
