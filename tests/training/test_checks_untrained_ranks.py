@@ -1,5 +1,6 @@
 """A weight that does not train is named with its cause, whatever makes it stay; nothing else is an alarm."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ import torch
 from megatron_moe.config.errors import RunFault
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
-from megatron_moe.engine.optimizer import named_main_params, parts
+from megatron_moe.engine.optimizer import OwnedPart, named_main_params, parts
 from megatron_moe.moe.router import routers
 from megatron_moe.report.sink import Sink
 from megatron_moe.training.callback import Callback
@@ -102,12 +103,26 @@ class ZeroedExpert(Fault):
 
 
 class NeverChosen(Fault):
-    """The expert 3 has a bias that no score makes up for."""
+    """An expert has a bias that no score makes up for."""
+
+    expert = 3
 
     def plant(self) -> None:
+        self.bias(-1e4)
+
+    def bias(self, value: float) -> None:
         for router in routers(self.trainer.trained.model):
             if router.layer_number == 2:
-                router.expert_bias[3] = -1e4
+                router.expert_bias[self.expert] = value
+
+
+class ChosenLater(NeverChosen):
+    """Until the weights are judged for the first time."""
+
+    expert = 1
+
+    def after_step(self, step: Any, result: Any) -> None:
+        self.bias(-1e4 if step.iteration < FIRST else 1.0)
 
 
 class ZeroInput(Fault):
@@ -190,6 +205,7 @@ FAULTS: dict[str, Planted] = {
     "stays": (Stays, "decoder.layers.0.self_attention.linear_proj.weight", checks.NOT_MOVED, ()),
     "one expert": (ZeroedExpert, ROUTED + "1", checks.NO_GRADIENT_OF_EXPERT, (ROUTED + "1 (experts 5)",)),
     "no token": (NeverChosen, ROUTED + "2", checks.NO_TOKEN, (ROUTED + "1 (experts 3)", ROUTED + "2 (experts 3)")),
+    "late token": (ChosenLater, ROUTED + "2", checks.NO_TOKEN, None),
 }
 """What is done to which weight, the reason that is told, and the names: () is the weight's alone, None is no fault."""
 
@@ -232,9 +248,25 @@ def told(lines: list[str]) -> dict[str, set[str]]:
     return found
 
 
+def test_a_flat_shard_is_cut_where_experts_begin():
+    experts, length = 4, 6
+    weight = torch.nn.Parameter(torch.arange(experts * length).view(experts, 2, 3).float())
+    for begin, end in itertools.combinations(range(experts * length + 1), 2):
+        own, seen = OwnedPart(None, begin, end), []
+        for span in checks._spans(10, experts, weight, own):
+            rows = checks.WatchedRows(*span, weight, own, None, None)
+            assert torch.equal(rows.of(weight), rows.of_own(own.of(weight)))
+            for number in range(rows.count):
+                elements = rows.single(number).of(weight).flatten().tolist()
+                assert elements == rows.of(weight)[number].tolist()
+                assert {element // length for element in elements} == {rows.first + number - 10}
+                seen += elements
+        assert seen == list(range(begin, end))
+
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "one rank": (1, {}, [*FAULTS]),
-    "EP2, ZeRO 1": (2, {**EP2, **DISTRIBUTED}, [*FAULTS]),
+    "DP4 x EP2, ZeRO 1": (4, {**EP2, **DISTRIBUTED}, [*FAULTS]),
     "DP4 x EP2, ZeRO 3": (4, {**EP2, **ZERO_3}, [fault for fault in FAULTS if fault != "copy"]),
     "PP2": (2, {**PP2, "num_layers": 2}, [*FAULTS]),
 }
@@ -279,8 +311,9 @@ def test_a_rate_too_small_for_fp32_is_no_fault(gloo):
     assert lines[1].endswith("; a learning rate of 1e-10 at most is too small to change 16 of them")
 
 
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 HEALTHY: dict[str, tuple[int, dict[str, Any]]] = {
-    "fp32, average, accumulation": (1, {"bf16": False, "ema_decay": 0.9, "untie_embeddings_and_output_weights": True}),
+    "fp32, tied, average": (1, {"bf16": False, "ema_decay": 0.9, "untie_embeddings_and_output_weights": False}),
     "fp16 after skipped steps": (1, {"bf16": False, "fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1}),
     "warm-up from 0": (1, {"lr_warmup_iters": 3, "lr": 1e-4}),
     "Muon, packed, QK-clip": (1, {"optimizer": "muon", "use_precision_aware_optimizer": True, "qk_clip": True}),
@@ -289,15 +322,7 @@ HEALTHY: dict[str, tuple[int, dict[str, Any]]] = {
     "FP8": (1, {"fp8_format": "e4m3", "fp8_modules": ("experts", "attention", "mlp", "shared_experts")}),
     "frozen": (1, {"freeze": ("router", "decoder.layers.0"), "lr_mult": ("embedding=1e-3",)}),
     "fp32 islands": (1, {"keep_fp32": ("router", "norms", "last_layer")}),
-    "recomputation, bf16 gradients": (
-        1,
-        {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-            "accumulate_allreduce_grads_in_fp32": False,
-        },
-    ),
+    "recomputation, bf16 gradients": (1, {**RECOMPUTED, "accumulate_allreduce_grads_in_fp32": False}),
     "ZeRO 1, packed": (2, {**DISTRIBUTED, "use_precision_aware_optimizer": True, "ema_decay": 0.9}),
     "ZeRO 1, overlapped": (2, {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}),
     "ZeRO 2, offloaded": (2, {**ZERO_2, "optimizer_cpu_offload": True}),
@@ -305,7 +330,7 @@ HEALTHY: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO 3, EP2, Muon": (2, {**ZERO_3, **EP2, "optimizer": "muon"}),
     "TP2, ETP1": (2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}),
     "CP2": (2, {"context_parallel_size": 2}),
-    "PP2, VPP2, tied": (2, {**PP2, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1, "moe_layer_freq": 1}),
+    "PP2, VPP2": (2, {**PP2, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1, "moe_layer_freq": 1}),
 }
 
 

@@ -117,12 +117,13 @@ def bit_hashes(tensors: Sequence[Tensor]) -> Tensor:
 
 def _words(tensor: Tensor) -> Tensor:
     """Return the bits of a tensor, [k, n], as integers: of 8 bytes, if rows have a multiple of these."""
-    bits, each = tensor.detach().contiguous(), 8 // tensor.element_size()
+    bits, each = tensor.detach().reshape(-1), 8 // tensor.element_size()
+    kind = torch.int64
     if tensor.shape[1] % each:
-        return bits.view(_INTEGERS[tensor.element_size()])
-    if bits.storage_offset() % each:  # torch views aligned memory alone
+        kind = _INTEGERS[tensor.element_size()]
+    elif bits.storage_offset() % each:  # torch views aligned memory alone
         bits = bits.clone()
-    return bits.view(torch.int64)
+    return bits.view(kind).view(len(tensor), -1)
 
 
 @dataclass(frozen=True)
