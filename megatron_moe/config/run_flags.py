@@ -319,6 +319,11 @@ class FaultConfig:
         "a loss or gradient that is NaN or infinite: skip the step, or stop (fp16's overflows are always skipped)",
         choices=("skip", "stop"),
     )
+    on_untrained_weights: str = setting(
+        "warn",
+        "a weight, or an expert's, gets no gradient or stays, in the first steps: warn, or stop",
+        choices=("warn", "stop"),
+    )
     check_weight_hash_across_dp_replicas_interval: int | None = setting(
         None,
         "iterations between comparisons of all replicas of every weight, bit by bit; none: never",

@@ -32,7 +32,7 @@ from megatron_moe.report.sink import Sink
 from megatron_moe.training.build import build_trainer
 from megatron_moe.training.callback import Callback, OwnCallbacks
 from megatron_moe.training.callbacks.checkpointing import Checkpointing
-from megatron_moe.training.callbacks.checks import PrecisionAudit, PrecisionCheck, Replicas, StepAudit
+from megatron_moe.training.callbacks.checks import PrecisionAudit, PrecisionCheck, Replicas, StepAudit, Untrained
 from megatron_moe.training.callbacks.evaluation import Evaluation, StopAsked, Stopping, evaluate_split, stop_check
 from megatron_moe.training.callbacks.faults import NonFinite, Spikes
 from megatron_moe.training.callbacks.profiler import GarbageCollection, Profiler
@@ -130,6 +130,7 @@ def pretrain(
                     PrecisionAudit(audit),
                     GarbageCollection(),
                     OwnCallbacks(callbacks),  # before the run decides whether it stops, and before it saves
+                    Untrained(),
                     PrecisionCheck(),
                     Stopping(stop),
                     Checkpointing(),

@@ -337,7 +337,7 @@ def _counted(stock: Callable[..., Any], syncs: HostSyncs, kind: str, name: str) 
 
 DEFAULTS = (
     "--preset tiny --mock-data --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --eval-iters 0 "
-    "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr-decay-iters 2"
+    "--micro-batch-size 1 --global-batch-size 4 --lr-decay-iters 2 --exit-interval 2"
 ).split()
 
 

@@ -56,12 +56,18 @@ def counting() -> Iterator[Forked]:
     parent.close()
 
 
-def require_row(launcher: Forked, what: str, case: Case, world_size: int, folder: Path) -> None:
-    """Measure the second step on rank 0; the page has to have this row."""
+def counted(launcher: Forked, case: Case, world_size: int, folder: Path, iterations: int = 2) -> dict[str, list[int]]:
+    """Return the waits of the second step on rank 0, of a run of so many."""
     layers = ["--num-layers", str(case.layers), "--moe-layer-freq", f"[0]+[1]*{case.layers - 1}"]
-    launcher.start([*case.flags.split(), *layers], world_size, folder, folder / "log")
+    length = ["--train-iters", str(iterations)]
+    launcher.start([*case.flags.split(), *layers, *length], world_size, folder, folder / "log")
     assert launcher.wait(300) == 0, (folder / "log").read_text()
-    counts = json.loads((folder / "counts.json").read_text())
+    return json.loads((folder / "counts.json").read_text())
+
+
+def require_row(launcher: Forked, what: str, case: Case, world_size: int, folder: Path) -> None:
+    """The page has to have the row of these waits."""
+    counts = counted(launcher, case, world_size, folder)
     step = [sum(counts[phase][hidden] for phase in ("finalize", "step", "loop")) for hidden in (0, 1)]
     cells = [
         cell(counts["layer"], case.micro_batches),
@@ -89,3 +95,9 @@ def test_the_host_waits_as_often_on_one_rank_as_the_page_says(counting, what, tm
 @pytest.mark.parametrize("what", rows(TWO_RANKS, test=["EP 2", "EP 2, `moe` recomputed"]))
 def test_the_host_waits_as_often_with_expert_parallelism_as_the_page_says(counting, what, tmp_path):
     require_row(counting, what, TWO_RANKS[what], 2, tmp_path)
+
+
+def test_what_watches_the_first_steps_of_a_longer_run_waits_for_nothing_that_is_not_there(counting, tmp_path):
+    found = counted(counting, Case(BF16), 1, tmp_path, iterations=10)
+    # The copy was queued before what the step reads.
+    assert (found["step"], found["loop"]) == ([1, 1], [0, 1])

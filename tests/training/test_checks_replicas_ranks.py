@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_moe.training.callbacks.checks import ReplicaDifference, bit_hash
+from megatron_moe.training.callbacks import checks
+from megatron_moe.training.callbacks.checks import ReplicaDifference, bit_hashes
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import EP2, TP2, ZERO_3
 from tests.training.replica_cases import flip, flipped_bits
@@ -19,16 +20,20 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_single_bit_changes_the_hash(dtype):
-    tensor = torch.randn(5).to(dtype)
-    before = int(bit_hash(tensor))
-    for element in range(tensor.numel()):
-        for bit in range(8 * tensor.element_size()):
-            flip(tensor, element, bit)
-            assert int(bit_hash(tensor)) != before
-            flip(tensor, element, bit)
-    assert int(bit_hash(tensor)) == before
-    assert int(bit_hash(tensor.flip(0))) != before, "elements that changed places"
+@pytest.mark.parametrize("width", [5, 8])
+def test_every_single_bit_changes_the_hash_of_its_row_alone(dtype, width, monkeypatch):
+    monkeypatch.setattr(checks, "_CHUNK", 4)  # rows in pieces
+    rows = torch.randn(2 * width + 1).to(dtype)[1:].view(2, width)  # not aligned to 8 bytes
+    first, second = bit_hashes([rows]).tolist()
+    for element in range(width):
+        for bit in range(8 * rows.element_size()):
+            flip(rows[1], element, bit)
+            changed = bit_hashes([rows]).tolist()
+            assert changed[0] == first and changed[1] != second
+            flip(rows[1], element, bit)
+    others = [rows.flip(0), rows.new_empty(1, 0), rows.clone()]  # an empty shard too
+    assert bit_hashes(others).tolist() == [second, first, 0, first, second]
+    assert bit_hashes([rows.flip(1)]).tolist() != [first, second], "elements that changed places"
 
 
 def test_the_odd_copy_is_named_where_there_is_a_majority():
