@@ -274,6 +274,24 @@ class MoEConfig:
         "for benchmarks only: send tokens round robin whatever the router says; such a model is not trained",
         resume="free",
     )
+    moe_routing_trace_path: str | None = setting(
+        None, "folder for the routes of every training step", resume="free", report=False
+    )
+    moe_enable_routing_replay: str | None = setting(
+        None, "train with the routes of these files (Megatron-LM's flag takes no path)", resume="free", report=False
+    )
+    moe_routing_replay_missing: str = setting(
+        "error",
+        "a route that was not recorded is an error, or is the gate's own",
+        choices=("error", "live"),
+        resume="free",
+    )
+    moe_routing_replay_counts: str = setting(
+        "replayed",
+        "balance by the replayed choices, or by those the gate would have made",
+        choices=("replayed", "live"),
+        resume="free",
+    )
 
 
 @dataclass(frozen=True)

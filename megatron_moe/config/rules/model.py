@@ -387,6 +387,33 @@ refuse(
     "round robin takes the place of sinkhorn's choice; use --moe-router-load-balancing-type none",
     when=lambda run: run.moe.moe_router_force_load_balancing and _balances_by(run, "sinkhorn"),
 )
+refuse(
+    "routes_need_experts",
+    ("num_experts",),
+    "a dense model routes nothing; drop the flag, or add --num-experts",
+    when=lambda run: run.moe.num_experts is None,
+    any_of=("moe_routing_trace_path", "moe_enable_routing_replay"),
+)
+unread(
+    ("moe_routing_replay_missing", "moe_routing_replay_counts"),
+    "moe_enable_routing_replay",
+    "no routes are replayed; add --moe-enable-routing-replay PATH, or drop it",
+)
+refuse(
+    "forced_balance_replays_nothing",
+    ("moe_router_force_load_balancing", "moe_enable_routing_replay"),
+    "round robin and the recorded routes are two choices; drop one of them",
+    when=lambda run: run.moe.moe_router_force_load_balancing and run.moe.moe_enable_routing_replay is not None,
+)
+refuse(
+    "replayed_routes_are_not_overwritten",
+    ("moe_routing_trace_path", "moe_enable_routing_replay"),
+    "files that are read are not written; name another folder for the new routes",
+    when=lambda run: (
+        run.moe.moe_routing_trace_path is not None
+        and run.moe.moe_routing_trace_path == run.moe.moe_enable_routing_replay
+    ),
+)
 
 
 @rule()
