@@ -46,7 +46,6 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         local_tokens_per_expert: [E], whole numbers counted on this rank since the last `finalize_model_grads`: the
             choices that were dispatched.
         local_dropped_per_expert: [E], the choices that were beyond the experts' capacity; None without a capacity.
-        local_live_per_expert: [E], the choices that the gate would have made; None unless the bias goes by them.
 
     local_num_tokens is an int64 [1], the tokens without padding that were counted. These counts and the sums of the
     auxiliary losses are on the device, in memory that stays where it is, so that a captured graph adds at each replay;
@@ -69,9 +68,10 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         aux_losses: the auxiliary losses since the last step; None where there are none.
         observers: see `observed_by`.
         routes: where it takes its choices from in training, see `take_routes`; None: its scores.
+        local_live_per_expert: [E] fp32, the choices that the gate would have made; None unless the bias goes by them.
     """
 
-    fp32_state = ("expert_bias", "local_tokens_per_expert", "local_dropped_per_expert", "local_live_per_expert")
+    fp32_state = ("expert_bias", "local_tokens_per_expert", "local_dropped_per_expert")
 
     def __init__(
         self,
@@ -96,7 +96,6 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         self.register_buffer("local_tokens_per_expert", zeros.clone(), persistent=False)
         dropped = None if options.capacity_factor is None else zeros.clone()
         self.register_buffer("local_dropped_per_expert", dropped, persistent=False)
-        self.register_buffer("local_live_per_expert", None, persistent=False)
         self.register_buffer("local_num_tokens", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.perturb = Jitter(options.input_jitter_eps or 0.0, options.router_dtype)
         self.score = SCORE_FUNCTIONS[options.score_function].scores
@@ -110,6 +109,7 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         self.step = StepTokens()
         self.observers: list[Observer] = []
         self.routes: RouteSource | None = None
+        self.local_live_per_expert: Tensor | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
         """Remember the global, one-based number of the layer; called by the engine."""

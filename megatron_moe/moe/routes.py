@@ -55,7 +55,7 @@ def tagged(rows: Tensor, documents: Tensor | None = None) -> Tensor:
     """Return what a model is given as padding_mask, int64, so that its routers know the tokens' rows.
 
     Args:
-        rows: int64, from 0 to 2^31 - 1.
+        rows: int64, from 0 to 2^31 - 2.
         documents: int64 as in `routing.MicroBatch`, below 2^31; None: no token is padding.
     """
     tags = (rows + 1) * _ROW

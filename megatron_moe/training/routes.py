@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_moe.checkpoint.errors import on_rank_zero
+from megatron_moe.checkpoint.errors import all_gather_object, on_rank_zero
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.batches import TOKEN_HASHES, token_hash
 from megatron_moe.engine.schedules import get_attr_wrapped_model, get_model_config
@@ -28,6 +28,7 @@ from megatron_moe.parallel.collectives import all_reduce_sum
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.metrics import raise_together
 from megatron_moe.training.route_files import RouteFiles, RoutePart, RouteShape, write_part
+from megatron_moe.training.step import StepResult
 from megatron_moe.training.trainer import Trainer
 
 
@@ -162,6 +163,10 @@ class RecordedRoutes(StepRoutes):
         path: a folder or a file, see `route_files.RouteFiles`.
         live: whether the gate chooses where no route is recorded; else that is an error.
         balances_live: see `moe.routes.RouteSource`.
+
+    Attributes:
+        agreeing: of each layer the shares of replayed choices that the gate would make too, [1] fp64 of each pass of
+            the first step. Routes of another layer or position, which no header tells, agree by chance alone: K / E.
     """
 
     def __init__(
@@ -174,6 +179,7 @@ class RecordedRoutes(StepRoutes):
     ) -> None:
         self.balances_live, self.live = balances_live, live
         super().__init__(model, seq_length)
+        self.agreeing: dict[int, list[Tensor]] = {layer: [] for layer in self.layers}
         self.files = RouteFiles(Path(path), self.shape)
 
     def begin(self, samples: Sequence[int]) -> None:
@@ -186,7 +192,7 @@ class RecordedRoutes(StepRoutes):
         found = self.files.take(samples, self.layers)
         if not self.live:
             found.require_all(self.files.path)
-        self._token_hash = found.token_hash
+        self._token_hash, self._first = found.token_hash, not any(self.agreeing.values())
         routes, recorded = torch.from_numpy(found.routes), torch.from_numpy(found.recorded)
         self._routes = routes.flatten(0, 1).transpose(0, 1).to(self._seen.device)  # [L, R, K]
         self._recorded = recorded.flatten(0, 1).t().to(self._seen.device)
@@ -195,10 +201,11 @@ class RecordedRoutes(StepRoutes):
         """See `moe.routes.RouteSource`: the recorded experts, in the order in which they were recorded."""
         place, rows = self._told(layer, rows, num_tokens)
         ids = self._routes[place].index_select(0, rows).long()
-        if not self.live:
-            return ids
-        recorded = self._recorded[place].index_select(0, rows)
-        return torch.where(recorded.unsqueeze(1), ids, live())
+        recorded = self._recorded[place].index_select(0, rows).unsqueeze(1)
+        if self._first:
+            same = (ids.unsqueeze(2) == live().unsqueeze(1)).any(dim=2)
+            self.agreeing[layer].append((same & recorded).sum().double() / (recorded.sum() * ids.shape[1]))
+        return torch.where(recorded, ids, live()) if self.live else ids
 
     def finish(self, hashes: Sequence[int] | None) -> None:
         """End the step.
@@ -292,6 +299,7 @@ class Routing(Callback):
     """Records and replays the routes of a run's training steps, as its flags say; evaluation takes no part."""
 
     source: StepRoutes | None = None
+    unreported: RecordedRoutes | None = None
 
     def attach(self, trainer: Trainer) -> None:
         """Prepare the sources. Collective over all ranks."""
@@ -302,23 +310,25 @@ class Routing(Callback):
             return
         if moe.moe_enable_routing_replay is not None:
             live, balances_live = moe.moe_routing_replay_missing == "live", moe.moe_routing_replay_counts == "live"
-            self.source = replayed = RecordedRoutes(moe.moe_enable_routing_replay, model, length, live, balances_live)
+            self.source = self.unreported = replayed = RecordedRoutes(
+                moe.moe_enable_routing_replay, model, length, live, balances_live
+            )
         if moe.moe_routing_trace_path is not None:
             self.source = trace = RoutingTrace(moe.moe_routing_trace_path, model, length, replayed)
             trace.steps = trainer.progress.iteration
             on_rank_zero(partial(self._make_room, trace))
 
     def _make_room(self, trace: RoutingTrace) -> None:
-        """Remove the steps of a trace that the run makes again, after a start from an earlier checkpoint."""
-        done = f"step-{trace.steps:08d}"
-        again = [folder for folder in trace.folder.glob("step-*") if folder.name > done]
+        """Remove the steps that a run makes again after its checkpoint; a new run keeps older ones as NAME.previous."""
+        done, folder = f"step-{trace.steps:08d}", trace.folder
+        again = [step for step in folder.glob("step-*") if step.name > done]
         if again and trace.steps == 0:
-            raise ConfigError(
-                f"--moe-routing-trace-path {trace.folder}: has the routes of {len(again)} steps of another run; name a "
-                "new folder, or remove it"
-            )
-        for folder in again:
-            shutil.rmtree(folder)
+            previous = folder.with_name(f"{folder.name}.previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            folder.rename(previous)
+            return
+        for step in again:
+            shutil.rmtree(step)
 
     def before_step(self, step: Step) -> None:
         """Begin the step, with the samples that this rank will read. Collective over all ranks."""
@@ -363,6 +373,20 @@ class Routing(Callback):
         except (ConfigError, RouteError, OSError) as error:
             failure = error
         raise_together(failure)
+
+    def after_step(self, step: Step, result: StepResult) -> None:
+        """Report once how many of the replayed choices the gates would make too. Collective over all ranks."""
+        replayed, self.unreported = self.unreported, None
+        if replayed is None:
+            return
+        shares: dict[int, list[float]] = {}
+        for found in all_gather_object(
+            {layer: torch.stack(of).mean().item() for layer, of in replayed.agreeing.items()}
+        ):
+            for layer, share in found.items():
+                shares.setdefault(layer, []).append(share)
+        text = ", ".join(f"{100 * sum(of) / len(of):.1f} % in layer {layer}" for layer, of in sorted(shares.items()))
+        self.trainer.reporter.message(f"the gates would make as many of the choices that are replayed: {text}")
 
     def close(self) -> None:
         """Let the routers go by their scores again."""
