@@ -13,9 +13,11 @@ import torch
 
 from megatron_moe import ConfigError, RecordedRoutes, RoutingTrace, TopKRouter
 from megatron_moe.moe.routes import rows_and_documents, rows_of_step, tagged
+from megatron_moe.training.finalize_model_grads import update_routers
 from megatron_moe.training.route_files import RoutePart, RouteShape, read_part, write_part
 from megatron_moe.training.routes import RouteError
 from tests.helpers import routers
+from tests.numbers.reference_moe import bias_step
 
 LENGTH, EXPERTS, TOPK = 4, 8, 3
 SAMPLES, LAYERS, POSITIONS = range(4), (2, 4, 5, 6), range(LENGTH)
@@ -27,9 +29,10 @@ Told = Callable[[int, torch.Tensor], list[torch.Tensor | None]]
 class Model(torch.nn.Module):
     """The routers of a model of five layers, the first and third dense, and of one that predicts a further token."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **changes: Any) -> None:
         super().__init__()
         self.config = routers.config(
+            **changes,
             num_layers=5,
             moe_layer_freq=[0, 1, 0, 1, 1],
             mtp_num_layers=1,
@@ -113,6 +116,41 @@ def test_a_replay_gives_the_recorded_experts_and_the_live_weights_of_other_gates
             ids, probs = found[layer, row]
             assert ids == recorded[1][layer, row][0]
             torch.testing.assert_close(probs, scores[row, ids] / scores[row, ids].sum())
+
+
+def test_the_balance_goes_by_the_choices_that_are_replayed_or_by_the_gates(recorded: Any, tmp_path: Path) -> None:
+    aux: dict[str, Any] = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    own = step(RoutingTrace(tmp_path, [gates := Model(1)], LENGTH), gates)
+    for balances_live in (False, True):
+        model = Model(1, **aux)
+        source = RecordedRoutes(recorded[0], [model], LENGTH, balances_live=balances_live)
+        step(source, model)
+        update = update_routers([model])
+        for place, layer in enumerate(LAYERS):
+            got, balanced = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(2, EXPERTS)
+            for row in range(16):
+                got[recorded[1][layer, row][0]] += 1
+                balanced[row // 8, (own if balances_live else recorded[1])[layer, row][0]] += 1
+            assert torch.equal(update.tokens_per_expert[place], got)
+            assert update.expert_bias[place].tolist() == bias_step([0.0] * EXPERTS, balanced.sum(0).tolist(), 1e-3)
+            scores = torch.sigmoid(model.gates[place].gate(routers.tokens(16)).detach())
+            shares = (scores / scores.sum(1, keepdim=True)).view(2, 8, EXPERTS).mean(1)
+            loss = EXPERTS * (balanced / (8 * TOPK) * shares).sum(1).mean()
+            torch.testing.assert_close(update.aux_losses[place]["aux_loss"].float(), loss)
+
+
+def test_an_evaluation_goes_by_the_scores_and_is_in_no_step(recorded: Any) -> None:
+    model, gates = Model(1), Model(1)
+    source = RecordedRoutes(recorded[0], [model], LENGTH)
+    model.eval()
+    with source.step(SAMPLES, TOKENS):
+        for gate, alone in zip(model.gates, gates.gates):
+            wanted = alone.route(routers.tokens(16)).expert_ids
+            assert torch.equal(gate.route(routers.tokens(16)).expert_ids, wanted)
+        model.train()
+        rows = torch.arange(16)
+        for gate in model.gates:
+            gate.route(routers.tokens(16), tagged(rows))
 
 
 # ---- faults of files, at every layer and position

@@ -1,5 +1,6 @@
 """Runs that record routes and replay them: on the same layout to the bit, and on others as one rank does."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy
 import pytest
 import torch
 
+from tests.helpers.gloo_pool import CaseFailed
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, PP2, TP2, ZERO_2, ZERO_3
 from tests.helpers.trained_steps import SMALL, TINY, lines
@@ -151,3 +153,36 @@ def test_every_layout_replays_the_recorded_choice_of_other_weights(gloo, recorde
         assert mine["aux_losses"] == pytest.approx(wanted["aux_losses"], rel=1e-5)
     routes, wanted = routes_of(tmp_path / "routes", model), routes_of(there / "routes", model)
     assert routes.keys() == wanted.keys() and all(numpy.array_equal(routes[key], wanted[key]) for key in wanted)
+
+
+def test_a_resumed_run_records_again_what_follows_its_checkpoint(gloo, tmp_path):
+    def traced() -> dict[str, bytes]:
+        files = (tmp_path / "routes").rglob("*.safetensors")
+        return {str(file.relative_to(tmp_path)): file.read_bytes() for file in files}
+
+    flags: dict[str, Any] = {"save": str(tmp_path / "saved"), "moe_routing_trace_path": str(tmp_path / "routes")}
+    flags |= {"folder": tmp_path, "name": "steps", "model": "plain", "eval_iters": 1, "eval_interval": 1}
+    gloo.run(2, run, **flags, save_interval=2)
+    whole = traced()
+    assert [name.split("/")[1:] for name in sorted(whole)] == [
+        [f"step-0000000{step}", f"rank-0000{rank}.safetensors"] for step in (1, 2, 3) for rank in (0, 1)
+    ]
+    (tmp_path / "routes/step-00000003/rank-00007.safetensors").write_bytes(b"of another layout")
+    gloo.run(2, run, **{**flags, "save": None}, load=flags["save"], ckpt_step=2)
+    assert traced() == whole
+    gloo.run(1, run, **{**flags, "save": None, "train_iters": 1})
+    assert len(traced()) == 1 and len(list((tmp_path / "routes.previous").rglob("*.safetensors"))) == 6
+
+
+def test_a_run_says_how_many_choices_the_gates_would_make_too_and_lets_them_make_what_is_missing(
+    gloo, recorded, tmp_path
+):
+    shutil.copytree(recorded("plain") / "routes" / "step-00000001", tmp_path / "routes")
+    flags = {"folder": tmp_path, "model": "plain", "moe_enable_routing_replay": str(tmp_path / "routes")}
+    with pytest.raises(CaseFailed, match="layer 2 of sample 8 is not recorded, layers .. of it are"):
+        gloo.run(1, run, name="short", **flags)
+    gloo.run(1, run, name="live", moe_routing_replay_missing="live", **flags)
+    for mine, wanted in zip(lines(tmp_path / "live.jsonl"), lines(recorded("plain") / "recorded.jsonl"), strict=True):
+        assert mine["loss"] == wanted["loss"]
+    (said,) = [line["text"] for line in lines(tmp_path / "live.events.jsonl") if "the gates would" in line["text"]]
+    assert said.endswith(": 100.0 % in layer 2, 100.0 % in layer 3, 100.0 % in layer 4, 100.0 % in layer 5")

@@ -387,13 +387,6 @@ refuse(
     "round robin takes the place of sinkhorn's choice; use --moe-router-load-balancing-type none",
     when=lambda run: run.moe.moe_router_force_load_balancing and _balances_by(run, "sinkhorn"),
 )
-refuse(
-    "routes_need_experts",
-    ("num_experts",),
-    "a dense model routes nothing; drop the flag, or add --num-experts",
-    when=lambda run: run.moe.num_experts is None,
-    any_of=("moe_routing_trace_path", "moe_enable_routing_replay"),
-)
 unread(
     ("moe_routing_replay_missing", "moe_routing_replay_counts"),
     "moe_enable_routing_replay",
