@@ -258,7 +258,9 @@ class RoutingTrace(StepRoutes):
 
     def expert_ids(self, layer: int, rows: Tensor | None, num_tokens: int, live: Callable[[], Tensor]) -> Tensor | None:
         """See `moe.routes.RouteSource`: the replayed experts, or those of the gate."""
-        return None if self.replayed is None else self.replayed.expert_ids(layer, rows, num_tokens, live)
+        if self.replayed is None:
+            return None
+        return self.replayed.expert_ids(layer, rows, num_tokens, live)
 
     def see(self, layer: int, rows: Tensor | None, expert_ids: Tensor, is_padding: Tensor | None) -> None:
         """See `moe.routes.RouteSource`."""
@@ -362,11 +364,10 @@ class Routing(Callback):
         if self.source is None:
             return
         hashes: list[int] | None = None
-        if TOKEN_HASHES in step.micro_batches[0][0]:
-            hashes = []
-            for batch in step.micro_batches[0]:
-                of_batch = batch[TOKEN_HASHES]
-                hashes += [] if of_batch is None else of_batch.tolist()
+        for batch in step.micro_batches[0]:
+            of_batch = batch.get(TOKEN_HASHES)
+            if of_batch is not None:
+                hashes = [*(hashes or ()), *of_batch.tolist()]
         failure = None
         try:
             self.source.finish(hashes)

@@ -29,7 +29,7 @@ class Answer:
 
     Args:
         takes: how many values the flag takes: a number, `*`, `+`, or nothing where that is not known.
-        values: those that the row is about, `nothing` where it is about the lack of one; none: all that no other row is about.
+        values: those that the row is about, `nothing` for a flag without one; none: all that no other row is about.
         target: the flags that take its place.
     """
 
