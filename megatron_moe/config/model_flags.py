@@ -278,17 +278,17 @@ class MoEConfig:
         None, "folder for the routes of every training step", resume="free", report=False
     )
     moe_enable_routing_replay: str | None = setting(
-        None, "train with the routes of these files (Megatron-LM's flag takes no path)", resume="free", report=False
+        None, "train with the routes of these files", resume="free", report=False
     )
     moe_routing_replay_missing: str = setting(
         "error",
-        "a route that was not recorded is an error, or is the gate's own",
+        "a missing route is an error, or the gate chooses",
         choices=("error", "live"),
         resume="free",
     )
     moe_routing_replay_counts: str = setting(
         "replayed",
-        "balance by the replayed choices, or by those the gate would have made",
+        "balance by the replayed choices, or by the gate's",
         choices=("replayed", "live"),
         resume="free",
     )

@@ -43,14 +43,15 @@ class StepRoutes:
 
     Args:
         model: its chunks on this rank, wrapped or not.
-        seq_length: S.
+        shape: what routes are of; or S alone, where the rest is in the model's TransformerConfig.
     """
 
     balances_live = False
 
-    def __init__(self, model: Sequence[torch.nn.Module], seq_length: int) -> None:
-        self.shape = shape = RouteShape.from_engine_config(get_model_config(model[0]), seq_length)
-        self.routers = list(routers(model))
+    def __init__(self, model: Sequence[torch.nn.Module], shape: RouteShape | int) -> None:
+        if isinstance(shape, int):
+            shape = RouteShape.from_engine_config(get_model_config(model[0]), shape)
+        self.shape, self.routers = shape, list(routers(model))
         self.samples: list[int] = []
         self.layers: list[int] = []
         for router in self.routers:
@@ -173,12 +174,12 @@ class RecordedRoutes(StepRoutes):
         self,
         path: str | Path,
         model: Sequence[torch.nn.Module],
-        seq_length: int,
+        shape: RouteShape | int,
         live: bool = False,
         balances_live: bool = False,
     ) -> None:
         self.balances_live, self.live = balances_live, live
-        super().__init__(model, seq_length)
+        super().__init__(model, shape)
         self.agreeing: dict[int, list[Tensor]] = {layer: [] for layer in self.layers}
         self.files = RouteFiles(Path(path), self.shape)
 
@@ -240,13 +241,13 @@ class RoutingTrace(StepRoutes):
         self,
         folder: str | Path,
         model: Sequence[torch.nn.Module],
-        seq_length: int,
+        shape: RouteShape | int,
         replayed: RecordedRoutes | None = None,
     ) -> None:
         self.folder, self.replayed = Path(folder), replayed
         self.balances_live = replayed is not None and replayed.balances_live
         self.steps = 0
-        super().__init__(model, seq_length)
+        super().__init__(model, shape)
 
     def begin(self, samples: Sequence[int]) -> None:
         """Begin a step."""
@@ -306,17 +307,18 @@ class Routing(Callback):
     def attach(self, trainer: Trainer) -> None:
         """Prepare the sources. Collective over all ranks."""
         super().attach(trainer)
-        run, model, length = trainer.run, trainer.trained.model, trainer.run.model.seq_length
+        run, model = trainer.run, trainer.trained.model
         moe, replayed = run.moe, None
         if not run.derived.keeps_routes or run.training.skip_train:
             return
+        shape = RouteShape.from_run(run)
         if moe.moe_enable_routing_replay is not None:
             live, balances_live = moe.moe_routing_replay_missing == "live", moe.moe_routing_replay_counts == "live"
             self.source = self.unreported = replayed = RecordedRoutes(
-                moe.moe_enable_routing_replay, model, length, live, balances_live
+                moe.moe_enable_routing_replay, model, shape, live, balances_live
             )
         if moe.moe_routing_trace_path is not None:
-            self.source = trace = RoutingTrace(moe.moe_routing_trace_path, model, length, replayed)
+            self.source = trace = RoutingTrace(moe.moe_routing_trace_path, model, shape, replayed)
             trace.steps = trainer.progress.iteration
             on_rank_zero(partial(self._make_room, trace))
 

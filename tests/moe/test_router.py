@@ -193,14 +193,14 @@ def record_and_replay(folder: Path) -> dict[str, Any]:
                     ddp(ids, torch.arange(8).expand_as(ids), mask, labels=ids).mean().backward()
         return [c.tolist() for c in finalize_model_grads([ddp], None, pg_collection=pg).tokens_per_expert]
 
-    trace = RoutingTrace(folder, [ddp], seq_length=8)
+    trace = RoutingTrace(folder, [ddp], 8)
     found["recorded"] = counts(trace)
     trace.close()
     for gate in routers_of([ddp]):
         gate.weight.data.neg_()
     found["live"] = counts()
     torch.distributed.barrier()
-    replayed = RecordedRoutes(folder, [ddp], seq_length=8)
+    replayed = RecordedRoutes(folder, [ddp], 8)
     found["replayed"] = counts(replayed)
     replayed.begin(mine)
     with pytest.raises(RuntimeError, match="layer 1: 16 tokens are to be routed, and nothing came with them"):

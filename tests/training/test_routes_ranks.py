@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 
+from megatron_moe.config.presets import PRESETS
 from tests.helpers.gloo_pool import CaseFailed
 from tests.helpers.rows import rows
 from tests.helpers.stepped_trainer import DISTRIBUTED, EP2, PP2, TP2, ZERO_2, ZERO_3
@@ -18,6 +19,9 @@ FLAGS = {
     **SMALL,
     "num_layers": 4,
     "moe_layer_freq": "[0,1,1,1]",
+    "moe_router_topk": 3,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
     "mtp_num_layers": 1,
     "global_batch_size": 8,
     "micro_batch_size": 2,
@@ -186,3 +190,15 @@ def test_a_run_says_how_many_choices_the_gates_would_make_too_and_lets_them_make
         assert mine["loss"] == wanted["loss"]
     (said,) = [line["text"] for line in lines(tmp_path / "live.events.jsonl") if "the gates would" in line["text"]]
     assert said.endswith(": 100.0 % in layer 2, 100.0 % in layer 3, 100.0 % in layer 4, 100.0 % in layer 5")
+
+
+def test_a_route_is_at_the_position_of_its_token(gloo, tmp_path):
+    flags = {"moe_router_force_load_balancing": True, "micro_batch_size": 1, "train_iters": 1}  # chooses by position
+    losses = {"moe_router_load_balancing_type": ("none",), "moe_aux_loss_coeff": (0.0,)}
+    trace = {"moe_routing_trace_path": str(tmp_path / "routes")}
+    gloo.run(2, run, folder=tmp_path, name="forced", model="plain", **CP2, **trace, **flags, **losses)
+    experts, topk = PRESETS["tiny"]["num_experts"], FLAGS["moe_router_topk"]
+    found = routes_of(tmp_path / "routes", "plain")
+    assert len(found) == 8 * 4
+    for routes in found.values():
+        assert routes.flatten().tolist() == [choice % experts for choice in range(16 * topk)]
