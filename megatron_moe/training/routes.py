@@ -1,6 +1,6 @@
 """Recording routes and replaying them: a router's choices in training go to files, or come from files.
 
-`RoutingTrace` records and `RecordedRoutes` replays, in a run (`Routing`, for `--moe-routing-trace-path` and
+`RoutingTrace` records and `RecordedRoutes` replays, in a run (`Routes`, for `--moe-routing-trace-path` and
 `--moe-enable-routing-replay`) or in a megatron-core program with our router. A route belongs to a layer's global
 number, a sample's number in the run's order and a position. Rows travel with the tokens (`moe/routes.py`), so that no
 order of passes matters. Before a step changes anything, every router has to have routed every row exactly once.
@@ -298,7 +298,7 @@ class RoutingTrace(StepRoutes):
         write_part(self.folder / f"step-{self.steps:08d}" / f"rank-{rank:05d}.safetensors", self.shape, part)
 
 
-class Routing(Callback):
+class Routes(Callback):
     """Records and replays the routes of a run's training steps, as its flags say; evaluation takes no part."""
 
     source: StepRoutes | None = None
