@@ -274,9 +274,6 @@ class MoEConfig:
         "for benchmarks only: send tokens round robin whatever the router says; such a model is not trained",
         resume="free",
     )
-    moe_routing_trace_path: str | None = setting(
-        None, "folder for the routes of every training step", resume="free", report=False
-    )
     moe_enable_routing_replay: str | None = setting(
         None, "train with the routes of these files", resume="free", report=False
     )

@@ -188,8 +188,8 @@ class DerivedSettings:
     @cached_property
     def keeps_routes(self) -> bool:
         """Whether routes are recorded or replayed, so that tokens carry their number."""
-        moe = self._run.moe
-        return moe.moe_routing_trace_path is not None or moe.moe_enable_routing_replay is not None
+        replayed = self._run.moe.moe_enable_routing_replay
+        return replayed is not None or self._run.logging.moe_routing_trace_path is not None
 
     # Batches and schedule
 

@@ -205,7 +205,15 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
     ).with_start(start_from)
 
 
-_OF_TRAINING = ("save", "ema_decay", "loss_spike_factor", "profile", "tensorboard_dir", *SERVICES)
+_OF_TRAINING = (
+    "save",
+    "ema_decay",
+    "loss_spike_factor",
+    "profile",
+    "tensorboard_dir",
+    "moe_routing_trace_path",
+    *SERVICES,
+)
 
 
 def without_training(run: Run) -> Run:

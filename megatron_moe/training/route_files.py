@@ -258,10 +258,10 @@ class RouteFiles:
         """
         self.path, self.shape = path, shape
         self._of_sample: defaultdict[int, list[Path]] = defaultdict(list)
-        self._seen: set[Path] = set()
+        self._layers: dict[Path, set[int]] = {}
         self._parts: dict[Path, RoutePart] = {}
         self._look()
-        if not self._seen:
+        if not self._layers:
             raise ConfigError(
                 f"--moe-enable-routing-replay {path}: there are no routes; name what --moe-routing-trace-path wrote"
                 " (Megatron-LM's flag takes no path: a program hands routes to it)"
@@ -270,10 +270,11 @@ class RouteFiles:
     def _look(self) -> None:
         files = [self.path] if self.path.is_file() else sorted(self.path.rglob("*.safetensors"))
         for file in files:
-            if file not in self._seen:
-                for sample in _array(file, _header(file, self.shape), "samples").tolist():
+            if file not in self._layers:
+                header = _header(file, self.shape)
+                for sample in _array(file, header, "samples").tolist():
                     self._of_sample[sample].append(file)
-                self._seen.add(file)
+                self._layers[file] = set(_array(file, header, "layers").tolist())
 
     def take(self, samples: Sequence[int], layers: Sequence[int]) -> FoundRoutes:
         """Return the routes of some samples in some layers, as far as they are there.
@@ -287,6 +288,7 @@ class RouteFiles:
         found, kept = FoundRoutes(samples, layers, self.shape), self._parts
         self._parts = {}  # a file may have the samples of several steps
         for file in sorted(files):
-            self._parts[file] = kept.get(file) or read_part(file, self.shape)
-            found.add(self._parts[file], file)
+            if self._layers[file] & set(layers):
+                self._parts[file] = kept.get(file) or read_part(file, self.shape)
+                found.add(self._parts[file], file)
         return found

@@ -317,8 +317,8 @@ class Routes(Callback):
             self.source = self.unreported = replayed = RecordedRoutes(
                 moe.moe_enable_routing_replay, model, shape, live, balances_live
             )
-        if moe.moe_routing_trace_path is not None:
-            self.source = trace = RoutingTrace(moe.moe_routing_trace_path, model, shape, replayed)
+        if run.logging.moe_routing_trace_path is not None:
+            self.source = trace = RoutingTrace(run.logging.moe_routing_trace_path, model, shape, replayed)
             trace.steps = trainer.progress.iteration
             on_rank_zero(partial(self._make_room, trace))
 

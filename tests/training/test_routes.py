@@ -29,7 +29,7 @@ Told = Callable[[int, torch.Tensor], list[torch.Tensor | None]]
 class Model(torch.nn.Module):
     """The routers of a model of five layers, the first and third dense, and of one that predicts a further token."""
 
-    def __init__(self, seed: int, **changes: Any) -> None:
+    def __init__(self, seed: int, per: str = "sequence", **changes: Any) -> None:
         super().__init__()
         self.config = routers.config(
             **changes,
@@ -39,6 +39,7 @@ class Model(torch.nn.Module):
             num_moe_experts=EXPERTS,
             moe_router_topk=TOPK,
         )
+        self.config.moe_seq_aux_loss_per = per
         torch.manual_seed(seed)
         self.gates = torch.nn.ModuleList(TopKRouter(self.config) for _ in LAYERS)
         for gate, number in zip(self.gates, LAYERS):
@@ -118,25 +119,28 @@ def test_a_replay_gives_the_recorded_experts_and_the_live_weights_of_other_gates
             torch.testing.assert_close(probs, scores[row, ids] / scores[row, ids].sum())
 
 
-def test_the_balance_goes_by_the_choices_that_are_replayed_or_by_the_gates(recorded: Any, tmp_path: Path) -> None:
-    aux: dict[str, Any] = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+@pytest.mark.parametrize(("kind", "size"), [("aux_loss", 8), ("seq_aux_loss", LENGTH)])
+def test_the_balance_goes_by_the_choices_that_are_replayed_or_by_the_gates(
+    recorded: Any, tmp_path: Path, kind: str, size: int
+) -> None:
+    aux: dict[str, Any] = {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": 0.1}
     own = step(RoutingTrace(tmp_path, [gates := Model(1)], LENGTH), gates)
     for balances_live in (False, True):
-        model = Model(1, **aux)
+        model = Model(1, per="document", **aux)
         source = RecordedRoutes(recorded[0], [model], LENGTH, balances_live=balances_live)
         step(source, model)
         update = update_routers([model])
         for place, layer in enumerate(LAYERS):
-            got, balanced = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(2, EXPERTS)
+            got, balanced = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(16 // size, EXPERTS)
             for row in range(16):
                 got[recorded[1][layer, row][0]] += 1
-                balanced[row // 8, (own if balances_live else recorded[1])[layer, row][0]] += 1
+                balanced[row // size, (own if balances_live else recorded[1])[layer, row][0]] += 1
             assert torch.equal(update.tokens_per_expert[place], got)
             assert update.expert_bias[place].tolist() == bias_step([0.0] * EXPERTS, balanced.sum(0).tolist(), 1e-3)
             scores = torch.sigmoid(model.gates[place].gate(routers.tokens(16)).detach())
-            shares = (scores / scores.sum(1, keepdim=True)).view(2, 8, EXPERTS).mean(1)
-            loss = EXPERTS * (balanced / (8 * TOPK) * shares).sum(1).mean()
-            torch.testing.assert_close(update.aux_losses[place]["aux_loss"].float(), loss)
+            shares = (scores / scores.sum(1, keepdim=True)).view(-1, size, EXPERTS).mean(1)
+            loss = EXPERTS * (balanced / (size * TOPK) * shares).sum(1).mean()
+            torch.testing.assert_close(update.aux_losses[place][kind].float(), loss)
 
 
 def test_an_evaluation_goes_by_the_scores_and_is_in_no_step(recorded: Any) -> None:

@@ -387,6 +387,12 @@ refuse(
     "round robin takes the place of sinkhorn's choice; use --moe-router-load-balancing-type none",
     when=lambda run: run.moe.moe_router_force_load_balancing and _balances_by(run, "sinkhorn"),
 )
+refuse(
+    "a_dense_model_has_no_routes",
+    ("moe_routing_trace_path",),
+    "there is no router to record; add --num-experts, e.g. 8, or drop the flag",
+    when=lambda run: run.moe.num_experts is None and run.logging.moe_routing_trace_path is not None,
+)
 unread(
     ("moe_routing_replay_missing", "moe_routing_replay_counts"),
     "moe_enable_routing_replay",
@@ -403,8 +409,8 @@ refuse(
     ("moe_routing_trace_path", "moe_enable_routing_replay"),
     "files that are read are not written; name another folder for the new routes",
     when=lambda run: (
-        run.moe.moe_routing_trace_path is not None
-        and run.moe.moe_routing_trace_path == run.moe.moe_enable_routing_replay
+        run.logging.moe_routing_trace_path is not None
+        and run.logging.moe_routing_trace_path == run.moe.moe_enable_routing_replay
     ),
 )
 
