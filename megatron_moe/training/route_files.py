@@ -109,7 +109,8 @@ class RoutePart:
                 f"--seq-length, layers, --moe-router-topk] are {list(wanted)}"
             )
         ordered = numpy.sort(self.routes, axis=-1)
-        wrong = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1) | (ordered[..., -1] >= shape.num_experts)
+        wrong = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
+        wrong |= (ordered[..., 0] < 0) | (ordered[..., -1] >= shape.num_experts)
         wrong &= self.recorded[:, :, None]
         if wrong.any():
             sample, position, layer = numpy.argwhere(wrong)[0]

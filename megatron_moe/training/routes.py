@@ -9,6 +9,7 @@ order of passes matters. Before a step changes anything, every router has to hav
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -166,8 +167,8 @@ class RecordedRoutes(StepRoutes):
         balances_live: see `moe.routes.RouteSource`.
 
     Attributes:
-        agreeing: of each layer the shares of replayed choices that the gate would make too, [1] fp64 of each pass of
-            the first step. Routes of another layer or position, which no header tells, agree by chance alone: K / E.
+        agreeing: [L, 2] int64, of the choices replayed in the first step those that the gate would make too, and all.
+            Routes of another layer or position, which no header tells, agree by chance alone: K / E.
     """
 
     def __init__(
@@ -180,7 +181,8 @@ class RecordedRoutes(StepRoutes):
     ) -> None:
         self.balances_live, self.live = balances_live, live
         super().__init__(model, shape)
-        self.agreeing: dict[int, list[Tensor]] = {layer: [] for layer in self.layers}
+        self.agreeing = self._table(len(self.layers), 2, dtype=torch.int64)
+        self._begun = 0
         self.files = RouteFiles(Path(path), self.shape)
 
     def begin(self, samples: Sequence[int]) -> None:
@@ -193,7 +195,8 @@ class RecordedRoutes(StepRoutes):
         found = self.files.take(samples, self.layers)
         if not self.live:
             found.require_all(self.files.path)
-        self._token_hash, self._first = found.token_hash, not any(self.agreeing.values())
+        self._token_hash = found.token_hash
+        self._begun += 1
         routes, recorded = torch.from_numpy(found.routes), torch.from_numpy(found.recorded)
         self._routes = routes.flatten(0, 1).transpose(0, 1).to(self._seen.device)  # [L, R, K]
         self._recorded = recorded.flatten(0, 1).t().to(self._seen.device)
@@ -203,9 +206,9 @@ class RecordedRoutes(StepRoutes):
         place, rows = self._told(layer, rows, num_tokens)
         ids = self._routes[place].index_select(0, rows).long()
         recorded = self._recorded[place].index_select(0, rows).unsqueeze(1)
-        if self._first:
+        if self._begun == 1:
             same = (ids.unsqueeze(2) == live().unsqueeze(1)).any(dim=2)
-            self.agreeing[layer].append((same & recorded).sum().double() / (recorded.sum() * ids.shape[1]))
+            self.agreeing[place] += torch.stack(((same & recorded).sum(), recorded.sum() * ids.shape[1]))
         return torch.where(recorded, ids, live()) if self.live else ids
 
     def finish(self, hashes: Sequence[int] | None) -> None:
@@ -278,12 +281,12 @@ class RoutingTrace(StepRoutes):
             RouteError: a router has not routed each row once.
         """
         super().finish(hashes)
-        if self.replayed is not None:
-            self.replayed.finish(hashes)
         if not self.layers:
             return
         group = self.routers[0].groups.tp_cp
         ids = all_reduce_sum(self._ids.view(torch.uint8), group).view(torch.int16)  # each row is one rank's
+        if self.replayed is not None:  # behind the collective: one rank alone may find other tokens
+            self.replayed.finish(hashes)
         if group.rank() != 0 or hashes is None:
             return
         shape = (len(self.layers), len(self.samples), self.shape.seq_length)
@@ -325,7 +328,7 @@ class Routes(Callback):
     def _make_room(self, trace: RoutingTrace) -> None:
         """Remove the steps that a run makes again after its checkpoint; a new run keeps older ones as NAME.previous."""
         done, folder = f"step-{trace.steps:08d}", trace.folder
-        again = [step for step in folder.glob("step-*") if step.name > done]
+        again = [step for step in folder.glob("step-" + 8 * "[0-9]") if step.name > done]
         if again and trace.steps == 0:
             previous = folder.with_name(f"{folder.name}.previous")
             shutil.rmtree(previous, ignore_errors=True)
@@ -382,14 +385,20 @@ class Routes(Callback):
         replayed, self.unreported = self.unreported, None
         if replayed is None:
             return
-        shares: dict[int, list[float]] = {}
-        for found in all_gather_object(
-            {layer: torch.stack(of).mean().item() for layer, of in replayed.agreeing.items()}
-        ):
-            for layer, share in found.items():
-                shares.setdefault(layer, []).append(share)
-        text = ", ".join(f"{100 * sum(of) / len(of):.1f} % in layer {layer}" for layer, of in sorted(shares.items()))
-        self.trainer.reporter.message(f"the gates would make as many of the choices that are replayed: {text}")
+        same: Counter[int] = Counter()
+        every: Counter[int] = Counter()
+        for found in all_gather_object(list(zip(replayed.layers, replayed.agreeing.tolist()))):
+            for layer, (agreeing, replayed_there) in found:
+                same[layer] += agreeing
+                every[layer] += replayed_there
+        shares = sorted((same[layer] / every[layer], layer) for layer in +every)
+        if shares:
+            least, layer = shares[0]
+            chance = replayed.shape.topk / replayed.shape.num_experts
+            self.trainer.reporter.message(
+                f"of the replayed choices the gates would make {same.total() / every.total():.1%}; in layer {layer}, "
+                f"where they agree least, {least:.1%} (by chance {chance:.1%})"
+            )
 
     def close(self) -> None:
         """Let the routers go by their scores again."""

@@ -75,6 +75,10 @@ def test_lists_of_router_replay_become_routes_and_lists_again(tmp_path: Path) ->
     [
         ([2, 4], r"routed_experts.3 is \[15, 4, 2\]; with --layers \[2, 4\] it has to be \[at most 16, 2, 2\]"),
         ([2, 1, 4, 3], r"column 1 is of layer 1 and has routes, and of 4 layers, .* \[2, 4\] have experts"),
+        (
+            [1, 2, 3, 4],
+            r"layer 2, sample 7, position 0 goes to experts \[-1, -1\]; a token has 2 different ones, from 0",
+        ),
         ([2, 3, 4, 5], r"column 1 is of layer 3 and has routes"),
     ],
 )
@@ -82,5 +86,8 @@ def test_layers_that_are_not_those_of_the_columns_are_refused(layers: list[int],
     theirs: dict[str, Any] = {**requests(), **TOKENS}
     if layers == [2, 3, 4, 5]:  # as if all had experts
         theirs["routed_experts.3"] = routes(LENGTH - 1, 4)
+    if layers == [1, 2, 3, 4]:  # what stands for no route in a padded batch
+        theirs["routed_experts.7"][0] = -1
+        theirs["routed_experts.7"][:, [0, 2]] = 0
     with pytest.raises(ConfigError, match=says):
-        from_requests(theirs, [3, 7], layers, SHAPE)
+        from_requests(theirs, [3, 7], layers, SHAPE).check("requests", SHAPE)

@@ -191,7 +191,8 @@ def test_a_run_says_how_many_choices_the_gates_would_make_too_and_lets_them_make
     for mine, wanted in zip(lines(tmp_path / "live.jsonl"), lines(recorded("plain") / "recorded.jsonl"), strict=True):
         assert mine["loss"] == wanted["loss"]
     (said,) = [line["text"] for line in lines(tmp_path / "live.events.jsonl") if "the gates would" in line["text"]]
-    assert said.endswith(": 100.0 % in layer 2, 100.0 % in layer 3, 100.0 % in layer 4, 100.0 % in layer 5")
+    least = "in layer 2, where they agree least, 100.0% (by chance 37.5%)"
+    assert said == f"of the replayed choices the gates would make 100.0%; {least}"
 
 
 def test_a_route_is_at_the_position_of_its_token(gloo, tmp_path):
