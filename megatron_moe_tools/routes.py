@@ -23,7 +23,6 @@ from megatron_moe.training.route_files import RouteFiles, RoutePart, RouteShape,
 from megatron_moe_tools import compat
 
 NAME = "megatron-moe routes"
-Tensors = Mapping[str, Tensor]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,12 +59,11 @@ def _main(argv: list[str]) -> int:
     shape = RouteShape.from_run(compat.parse(words))
     layers = _layers(flags.layers, shape)
     if flags.from_form is not None:
-        read = from_requests if flags.from_form == "requests" else from_router_replay
-        write_part(flags.output, shape, read(load_file(flags.load), flags.samples, layers, shape))
+        tensors = load_file(flags.load)
+        write_part(flags.output, shape, part_of(flags.from_form, tensors, flags.samples, layers, shape))
         return DONE
-    write = to_requests if flags.to_form == "requests" else to_router_replay
     with written_aside(flags.output) as aside:
-        save_file(write(flags.load, flags.samples, layers, shape), aside)
+        save_file(tensors_of(flags.to_form, flags.load, flags.samples, layers, shape), aside)
         sync(aside)
     return DONE
 
@@ -81,67 +79,38 @@ def _layers(words: Sequence[str], shape: RouteShape) -> list[int]:
         raise ConfigError(f"--layers {' '.join(words)}: give numbers from 1, `all`, or `experts`") from None
 
 
-def from_requests(tensors: Tensors, samples: Sequence[int], layers: Sequence[int], shape: RouteShape) -> RoutePart:
-    """Return the routes of requests, of which each is a sample.
-
-    Args:
-        tensors: for each sample N tokens.N [S] int64, and routed_experts.N [rows, L, K]: row t is of position t, and
-            the last token, which was only generated, has none.
-        layers: the global, one-based layer of each column. Columns of dense layers have to be all zeros.
-
-    Raises:
-        ConfigError: naming the sample, and the layer.
-    """
-    stacked = torch.zeros((len(samples), shape.seq_length, len(layers), shape.topk), dtype=torch.int64)
-    recorded = numpy.zeros(stacked.shape[:2], bool)
-    for place, sample in enumerate(samples):
-        routes = _tensor(tensors, f"routed_experts.{sample}")
-        if routes.shape[1:] != stacked.shape[2:] or len(routes) > shape.seq_length:
-            raise ConfigError(
-                f"routed_experts.{sample} is {list(routes.shape)}; with --layers {list(layers)} it has to be "
-                f"[at most {shape.seq_length}, {len(layers)}, {shape.topk}]"
-            )
-        stacked[place, : len(routes)] = routes
-        recorded[place, : len(routes)] = True
-    return _part(tensors, samples, layers, shape, stacked, recorded)
-
-
-def from_router_replay(tensors: Tensors, samples: Sequence[int], layers: Sequence[int], shape: RouteShape) -> RoutePart:
-    """Return the routes of a micro-batch that Megatron-LM's `RouterReplay.get_recorded_data` returned.
-
-    Args:
-        tensors: recorded.I [S x B, K] of the I-th router, in the order [S, B]; tokens.N [S] int64 of each sample N.
-        samples: those of the micro-batch, in its order.
-        layers: the global, one-based layer of each router: dense layers have none, and prediction layers follow.
-
-    Raises:
-        ConfigError: naming the layer.
-    """
-    rows = shape.seq_length * len(samples)
-    stacked = torch.zeros((rows, len(layers), shape.topk), dtype=torch.int64)
-    for place in range(len(layers)):
-        routes = _tensor(tensors, f"recorded.{place}")
-        if routes.shape != (rows, shape.topk):
-            raise ConfigError(
-                f"recorded.{place}, layer {layers[place]}: is {list(routes.shape)}; {len(samples)} samples of "
-                f"{shape.seq_length} tokens with {shape.topk} experts each are [{rows}, {shape.topk}]"
-            )
-        stacked[:, place] = routes
-    if f"recorded.{len(layers)}" in tensors:
-        raise ConfigError(f"--layers {list(layers)}: names {len(layers)} routers, and there are more")
-    stacked = stacked.view(shape.seq_length, len(samples), len(layers), shape.topk).transpose(0, 1)
-    return _part(tensors, samples, layers, shape, stacked, numpy.ones((len(samples), shape.seq_length), bool))
-
-
-def _part(
-    tensors: Tensors,
-    samples: Sequence[int],
-    layers: Sequence[int],
-    shape: RouteShape,
-    routes: Tensor,
-    recorded: numpy.ndarray,
+def part_of(
+    form: str, tensors: Mapping[str, Tensor], samples: Sequence[int], layers: Sequence[int], shape: RouteShape
 ) -> RoutePart:
-    kept: list[int] = []
+    """Return the routes in another program's tensors.
+
+    Args:
+        form: `requests`: routed_experts.N [rows, L, K] of each sample N, of which row t is of position t; the last
+            token of a request, which was only generated, has none. `router-replay`: recorded.I [S x B, K] of the I-th
+            router, as Megatron-LM's `RouterReplay.get_recorded_data` returns them, in the order [S, B].
+        tensors: these, and tokens.N [S] int64 of each sample N.
+        samples: in the order of the micro-batch.
+        layers: the global, one-based layer of each column or router. Columns of dense layers have to be all zeros.
+
+    Raises:
+        ConfigError: a tensor is missing or has another shape; a dense layer has routes.
+    """
+    routes = torch.zeros((len(samples), shape.seq_length, len(layers), shape.topk), dtype=torch.int64)
+    recorded = torch.full(routes.shape[:2], form == "router-replay")
+    if form == "requests":
+        for place, sample in enumerate(samples):
+            one = _tensor(tensors, f"routed_experts.{sample}", (-1, len(layers), shape.topk))
+            if len(one) > shape.seq_length:
+                raise ConfigError(f"routed_experts.{sample}: {len(one)} rows, and --seq-length {shape.seq_length}")
+            routes[place, : len(one)] = one
+            recorded[place, : len(one)] = True
+    else:
+        for place in range(len(layers)):
+            one = _tensor(tensors, f"recorded.{place}", (shape.seq_length * len(samples), shape.topk))
+            routes[:, :, place] = one.view(shape.seq_length, len(samples), shape.topk).transpose(0, 1)
+        if f"recorded.{len(layers)}" in tensors:
+            raise ConfigError(f"--layers {list(layers)}: names {len(layers)} routers, and the file has more")
+    kept = []
     for column, layer in enumerate(layers):
         if layer in shape.layers or layer > shape.num_layers:
             kept.append(column)
@@ -149,62 +118,47 @@ def _part(
             raise ConfigError(f"--layers: column {column} is of layer {layer} and has routes, and {shape}")
     hashes = []
     for sample in samples:
-        tokens = _tensor(tensors, f"tokens.{sample}").to(torch.int64)
-        if tokens.shape != (shape.seq_length,):
-            raise ConfigError(f"tokens.{sample} is {list(tokens.shape)}, and --seq-length {shape.seq_length}")
-        hashes.append(token_hash(sample, tokens))
+        hashes.append(token_hash(sample, _tensor(tensors, f"tokens.{sample}", (shape.seq_length,)).to(torch.int64)))
     return RoutePart(
         samples=numpy.array(samples, numpy.int64),
         token_hash=numpy.array(hashes, numpy.int64),
         layers=numpy.array(layers, numpy.int64)[kept],
         routes=routes[:, :, kept].numpy(),
-        recorded=recorded,
+        recorded=recorded.numpy(),
     )
 
 
-def _tensor(tensors: Tensors, name: str) -> Tensor:
-    if name not in tensors:
+def _tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of this shape, of which -1 is any length."""
+    found = tensors.get(name)
+    if found is None:
         raise ConfigError(f"{name}: is not in the file, which has {', '.join(sorted(tensors))}")
-    return tensors[name]
-
-
-def to_requests(path: Path, samples: Sequence[int], layers: Sequence[int], shape: RouteShape) -> dict[str, Tensor]:
-    """Return what `from_requests` takes, int32, without the tokens, from files of routes.
-
-    Raises:
-        ConfigError: a route is missing before the last one of its sample.
-    """
-    routes, recorded = _found(path, samples, layers, shape)
-    found = {}
-    for place, sample in enumerate(samples):
-        rows = int(recorded[place].sum())
-        if not recorded[place, :rows].all():
-            raise ConfigError(f"{path}: sample {sample} has positions without a route between others")
-        found[f"routed_experts.{sample}"] = routes[place, :rows].to(torch.int32).contiguous()
+    if found.dim() != len(shape) or any(there != here != -1 for there, here in zip(found.shape, shape)):
+        raise ConfigError(f"{name}: is {list(found.shape)}; by --layers, --samples and the model it is {list(shape)}")
     return found
 
 
-def to_router_replay(path: Path, samples: Sequence[int], layers: Sequence[int], shape: RouteShape) -> dict[str, Tensor]:
-    """Return what `from_router_replay` takes, int64, without the tokens: for `RouterReplay.set_replay_data`.
+def tensors_of(
+    form: str, path: Path, samples: Sequence[int], layers: Sequence[int], shape: RouteShape
+) -> dict[str, Tensor]:
+    """Return what `part_of` takes, without the tokens, from files of routes; dense layers are zeros.
 
     Raises:
-        ConfigError: a route is missing.
+        ConfigError: a route is missing, other than behind the last one of a request.
     """
-    routes, recorded = _found(path, samples, layers, shape)
-    if not recorded.all():
-        raise ConfigError(f"{path}: has positions without a route, and RouterReplay replays all of a micro-batch")
+    routed = list(filter(shape.layers.__contains__, layers))
+    taken = RouteFiles(path, shape).take(samples, routed)
+    taken.require_all(path)
+    routes = torch.zeros((*taken.recorded.shape[:2], len(layers), shape.topk), dtype=torch.int64)
+    for place, layer in enumerate(routed):
+        routes[:, :, list(layers).index(layer)] = torch.from_numpy(taken.routes[:, :, place]).long()
+    found, recorded = {}, taken.recorded.all(axis=2)
+    for place, sample in enumerate(samples):
+        rows = int(recorded[place].sum())
+        if not recorded[place, :rows].all() or (form == "router-replay" and rows < shape.seq_length):
+            raise ConfigError(f"{path}: sample {sample} has positions without a route, which this form cannot say")
+        found[f"routed_experts.{sample}"] = routes[place, :rows].to(torch.int32).contiguous()
+    if form == "requests":
+        return found
     in_order = routes.transpose(0, 1).flatten(0, 1)
     return {f"recorded.{place}": in_order[:, place].contiguous() for place in range(len(layers))}
-
-
-def _found(
-    path: Path, samples: Sequence[int], layers: Sequence[int], shape: RouteShape
-) -> tuple[Tensor, numpy.ndarray]:
-    """Return the routes [N, S, L, K] int64, zeros in dense layers, and where they are recorded, [N, S]."""
-    routed = [layer for layer in layers if layer in shape.layers]
-    found = RouteFiles(path, shape).take(samples, routed)
-    found.require_all(path)
-    routes = torch.zeros((len(samples), shape.seq_length, len(layers), shape.topk), dtype=torch.int64)
-    for place, layer in enumerate(routed):
-        routes[:, :, list(layers).index(layer)] = torch.from_numpy(found.routes[:, :, place]).long()
-    return routes, found.recorded.all(axis=2)

@@ -13,7 +13,7 @@ from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.data.batches import token_hash
 from megatron_moe.training.route_files import RouteShape, read_part
-from megatron_moe_tools.routes import from_requests, main
+from megatron_moe_tools.routes import main, part_of
 from tests.helpers.trained_steps import SMALL
 
 LAYERS, LENGTH = ("--num-layers", "4", "--moe-layer-freq", "[0,1,0,1]"), 16
@@ -73,7 +73,7 @@ def test_lists_of_router_replay_become_routes_and_lists_again(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("layers", "says"),
     [
-        ([2, 4], r"routed_experts.3 is \[15, 4, 2\]; with --layers \[2, 4\] it has to be \[at most 16, 2, 2\]"),
+        ([2, 4], r"routed_experts.3: is \[15, 4, 2\]; by --layers, --samples and the model it is \[-1, 2, 2\]"),
         ([2, 1, 4, 3], r"column 1 is of layer 1 and has routes, and of 4 layers, .* \[2, 4\] have experts"),
         (
             [1, 2, 3, 4],
@@ -90,4 +90,4 @@ def test_layers_that_are_not_those_of_the_columns_are_refused(layers: list[int],
         theirs["routed_experts.7"][0] = -1
         theirs["routed_experts.7"][:, [0, 2]] = 0
     with pytest.raises(ConfigError, match=says):
-        from_requests(theirs, [3, 7], layers, SHAPE).check("requests", SHAPE)
+        part_of("requests", theirs, [3, 7], layers, SHAPE).check("requests", SHAPE)
