@@ -39,18 +39,6 @@ class RouteSource(Protocol):
         """Take note of the experts [T, K] that tokens were sent to; called once for every pass that counts."""
 
 
-def rows_of_step(
-    numbers: Tensor, first_sample: int, samples_per_round: int, micro_batch_size: int, seq_length: int
-) -> Tensor:
-    """Return the rows of a step's tokens, from their numbers in the run: int64, sample x S + position.
-
-    Of each round of samples that all data-parallel ranks take, `micro_batch_size` neighbours are this rank's.
-    """
-    inside = numbers - first_sample * seq_length
-    own = micro_batch_size * seq_length
-    return inside // (samples_per_round * seq_length) * own + inside % own
-
-
 def tagged(rows: Tensor, documents: Tensor | None = None) -> Tensor:
     """Return what a model is given as padding_mask, int64, so that its routers know the tokens' rows.
 

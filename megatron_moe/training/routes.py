@@ -24,7 +24,6 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.data.batches import TOKEN_HASHES, token_hash
 from megatron_moe.engine.schedules import get_attr_wrapped_model, get_model_config
 from megatron_moe.moe.router import routers
-from megatron_moe.moe.routes import rows_of_step
 from megatron_moe.parallel.collectives import all_reduce_sum
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.metrics import raise_together
@@ -69,22 +68,21 @@ class StepRoutes:
         self._bound: Tensor | None = None
 
     def begin(self, samples: Sequence[int]) -> None:
-        """Begin a step of these samples of this rank; their order is that of the rows."""
+        """Begin a step of these samples of this rank, in the order of their numbers, which is that of the rows."""
         self.samples = list(samples)
         rows = len(self.samples) * self.shape.seq_length
         self._seen = self._table(len(self.layers), rows)
         self._padding = self._table(rows)
+        self._numbers = torch.tensor(self.samples, device=self._padding.device)
 
     def _table(self, *shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         device = self.routers[0].weight.device if self.routers else "cpu"
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def rows(self, samples: Sequence[int], positions: Tensor | None = None) -> Tensor:
-        """Return the rows [B, S'] int64 of samples, at all positions or those [S'] int64 that this rank has."""
-        if positions is None:
-            positions = torch.arange(self.shape.seq_length)
-        places = torch.tensor([self.samples.index(sample) for sample in samples])
-        return places.unsqueeze(1) * self.shape.seq_length + positions.cpu()
+    def rows_of(self, numbers: Tensor) -> Tensor:
+        """Return the rows of tokens from their numbers in the run, int64 of any shape: sample x S + position."""
+        place = torch.searchsorted(self._numbers, numbers // self.shape.seq_length)
+        return place * self.shape.seq_length + numbers % self.shape.seq_length
 
     @contextmanager
     def micro_batch(self, samples: Sequence[int], positions: Tensor | None = None) -> Iterator[None]:
@@ -92,8 +90,14 @@ class StepRoutes:
 
         megatron-core's own MoE layer turns its padding_mask into booleans. A pass outside of a block is an error, so a
         recomputed one has to be in its micro-batch's; our layer is told by `moe.routes.tagged` rows instead.
+
+        Args:
+            positions: [S'] int64, those of this context-parallel rank; None: all.
         """
-        self._bound = self.rows(samples, positions).t()
+        if positions is None:
+            positions = torch.arange(self.shape.seq_length)
+        numbers = torch.tensor(samples) * self.shape.seq_length + positions.to("cpu").unsqueeze(1)
+        self._bound = self.rows_of(numbers.to(self._numbers.device))
         try:
             yield
         finally:
@@ -102,9 +106,10 @@ class StepRoutes:
     @contextmanager
     def step(self, samples: Sequence[int], tokens: Tensor) -> Iterator[None]:
         """Record or replay a program's step, whose tokens [N, S] are those of this rank's samples, undivided."""
-        self.begin(samples)
+        tokens_of = dict(zip(samples, tokens.to("cpu", torch.int64)))
+        self.begin(sorted(tokens_of))
         yield
-        self.finish([token_hash(number, row) for number, row in zip(samples, tokens.to("cpu", torch.int64))])
+        self.finish([token_hash(sample, tokens_of[sample]) for sample in self.samples])
 
     def _told(self, layer: int, rows: Tensor | None, num_tokens: int) -> tuple[int, Tensor]:
         """Return the layer's place in tables, and the rows [T] of a pass."""
@@ -113,7 +118,7 @@ class StepRoutes:
             if rows.numel() > num_tokens:  # the TP rank's part of the sequence
                 group = self.routers[0].groups.tp
                 rows = rows.chunk(group.size())[group.rank()]
-            rows = rows.reshape(-1).to(self._seen.device)
+            rows = rows.reshape(-1)
         if rows is None or rows.numel() != num_tokens:
             given = "nothing" if rows is None else f"{rows.numel()} rows"
             raise RouteError(f"layer {layer}: {num_tokens} tokens are to be routed, and {given} came with them")
@@ -342,27 +347,20 @@ class Routes(Callback):
         if self.source is None:
             return
         trained, size = self.trainer.trained, self.trainer.run.training.micro_batch_size
-        samples_per_round = size * trained.pg_collection.dp.size()
-        first = step.first_sample + size * trained.pg_collection.dp.rank()
-        samples = [
-            first + number * samples_per_round + row for number in range(step.num_micro_batches) for row in range(size)
-        ]
+        samples: list[int] = []
+        for number in range(step.num_micro_batches):
+            first = step.first_sample + size * (
+                number * trained.pg_collection.dp.size() + trained.pg_collection.dp.rank()
+            )
+            samples += range(first, first + size)
         failure = None
         try:
             self.source.begin(samples)
         except (ConfigError, OSError) as error:
             failure = error
         raise_together(failure)
-        length = self.trainer.run.model.seq_length
-        rows_of = partial(
-            rows_of_step,
-            first_sample=step.first_sample,
-            samples_per_round=samples_per_round,
-            micro_batch_size=size,
-            seq_length=length,
-        )
         for chunk in trained.model:
-            get_attr_wrapped_model(chunk, "rows_of_step", return_model_obj=True).rows_of_step = rows_of
+            get_attr_wrapped_model(chunk, "rows_of_step", return_model_obj=True).rows_of_step = self.source.rows_of
 
     def before_update(self, step: Step) -> None:
         """End the step: nothing but gradients and the expert bias has changed. Collective over all ranks."""

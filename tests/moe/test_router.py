@@ -186,7 +186,7 @@ def record_and_replay(folder: Path) -> dict[str, Any]:
     mask = torch.triu(torch.ones(1, 1, 8, 8), diagonal=1).bool()
 
     def counts(source: Any = None) -> list[Any]:
-        with contextlib.nullcontext() if source is None else source.step(mine, tokens[mine]):
+        with contextlib.nullcontext() if source is None else source.step(mine[::-1], tokens[mine[::-1]]):
             for samples in (mine[:2], mine[2:]):
                 with contextlib.nullcontext() if source is None else source.micro_batch(samples):
                     ids = tokens[samples]

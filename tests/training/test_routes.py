@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_moe import ConfigError, RecordedRoutes, RoutingTrace, TopKRouter
-from megatron_moe.moe.routes import rows_and_documents, rows_of_step, tagged
+from megatron_moe.moe.routes import rows_and_documents, tagged
 from megatron_moe.training.finalize_model_grads import update_routers
 from megatron_moe.training.route_files import RoutePart, RouteShape, read_part, write_part
 from megatron_moe.training.routes import RouteError
@@ -56,7 +56,8 @@ def step(source: Any, model: Model, told: Told = as_told, tokens: torch.Tensor =
     found = {}
     with source.step(SAMPLES, tokens):
         for samples in (SAMPLES[:2], SAMPLES[2:]):
-            rows = source.rows(samples).t().reshape(-1)
+            numbers = torch.tensor(samples) * LENGTH + torch.arange(LENGTH).unsqueeze(1)
+            rows = source.rows_of(numbers.flatten())
             for gate, layer in zip(model.gates, LAYERS):
                 for tags in told(layer, rows):
                     decision = gate.route(routers.tokens(16)[rows], tags, num_sequences=2)
@@ -296,6 +297,3 @@ def test_rows_and_documents_travel_in_one_tensor() -> None:
     found = rows_and_documents(tagged(rows, documents))
     assert torch.equal(found[0], rows) and torch.equal(found[1], documents)
     assert rows_and_documents(documents)[0].tolist() == [-1] * 4
-    numbers = torch.tensor([[100, 101], [112, 113]])  # ranks 0 and 1 of two take two samples of two tokens each
-    of_step = rows_of_step(numbers, first_sample=46, samples_per_round=4, micro_batch_size=2, seq_length=2)
-    assert of_step.tolist() == [[4, 5], [8, 9]]
