@@ -10,13 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from numpy import ndarray
 
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.data.batches import token_hash
 from megatron_moe.io.files import sync, written_aside
 from megatron_moe.io.program import DONE, run_program
 from megatron_moe.training.route_files import RouteFiles, RoutePart, RouteShape, write_part
@@ -58,6 +55,8 @@ def _main(argv: list[str]) -> int:
     flags, words = parser().parse_known_args(argv)
     shape = RouteShape.from_run(compat.parse(words))
     layers = _layers(flags.layers, shape)
+    from safetensors.numpy import load_file, save_file
+
     if flags.from_form is not None:
         tensors = load_file(flags.load)
         write_part(flags.output, shape, part_of(flags.from_form, tensors, flags.samples, layers, shape))
@@ -80,7 +79,7 @@ def _layers(words: Sequence[str], shape: RouteShape) -> list[int]:
 
 
 def part_of(
-    form: str, tensors: Mapping[str, Tensor], samples: Sequence[int], layers: Sequence[int], shape: RouteShape
+    form: str, tensors: Mapping[str, ndarray], samples: Sequence[int], layers: Sequence[int], shape: RouteShape
 ) -> RoutePart:
     """Return the routes in another program's tensors.
 
@@ -95,8 +94,12 @@ def part_of(
     Raises:
         ConfigError: a tensor is missing or has another shape; a dense layer has routes.
     """
-    routes = torch.zeros((len(samples), shape.seq_length, len(layers), shape.topk), dtype=torch.int64)
-    recorded = torch.full(routes.shape[:2], form == "router-replay")
+    import torch
+
+    from megatron_moe.data.batches import token_hash
+
+    routes = numpy.zeros((len(samples), shape.seq_length, len(layers), shape.topk), numpy.int64)
+    recorded = numpy.full(routes.shape[:2], form == "router-replay")
     if form == "requests":
         for place, sample in enumerate(samples):
             one = _tensor(tensors, f"routed_experts.{sample}", (-1, len(layers), shape.topk))
@@ -107,7 +110,7 @@ def part_of(
     else:
         for place in range(len(layers)):
             one = _tensor(tensors, f"recorded.{place}", (shape.seq_length * len(samples), shape.topk))
-            routes[:, :, place] = one.view(shape.seq_length, len(samples), shape.topk).transpose(0, 1)
+            routes[:, :, place] = one.reshape(shape.seq_length, len(samples), shape.topk).swapaxes(0, 1)
         if f"recorded.{len(layers)}" in tensors:
             raise ConfigError(f"--layers {list(layers)}: names {len(layers)} routers, and the file has more")
     kept = []
@@ -118,29 +121,30 @@ def part_of(
             raise ConfigError(f"--layers: column {column} is of layer {layer} and has routes, and {shape}")
     hashes = []
     for sample in samples:
-        hashes.append(token_hash(sample, _tensor(tensors, f"tokens.{sample}", (shape.seq_length,)).to(torch.int64)))
+        tokens = _tensor(tensors, f"tokens.{sample}", (shape.seq_length,))
+        hashes.append(token_hash(sample, torch.from_numpy(tokens.astype(numpy.int64))))
     return RoutePart(
         samples=numpy.array(samples, numpy.int64),
         token_hash=numpy.array(hashes, numpy.int64),
         layers=numpy.array(layers, numpy.int64)[kept],
-        routes=routes[:, :, kept].numpy(),
-        recorded=recorded.numpy(),
+        routes=routes[:, :, kept],
+        recorded=recorded,
     )
 
 
-def _tensor(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+def _tensor(tensors: Mapping[str, ndarray], name: str, shape: tuple[int, ...]) -> ndarray:
     """Return a tensor of this shape, of which -1 is any length."""
     found = tensors.get(name)
     if found is None:
         raise ConfigError(f"{name}: is not in the file, which has {', '.join(sorted(tensors))}")
-    if found.dim() != len(shape) or any(there != here != -1 for there, here in zip(found.shape, shape)):
+    if found.ndim != len(shape) or any(there != here != -1 for there, here in zip(found.shape, shape)):
         raise ConfigError(f"{name}: is {list(found.shape)}; by --layers, --samples and the model it is {list(shape)}")
     return found
 
 
 def tensors_of(
     form: str, path: Path, samples: Sequence[int], layers: Sequence[int], shape: RouteShape
-) -> dict[str, Tensor]:
+) -> dict[str, ndarray]:
     """Return what `part_of` takes, without the tokens, from files of routes; dense layers are zeros.
 
     Raises:
@@ -149,16 +153,16 @@ def tensors_of(
     routed = list(filter(shape.layers.__contains__, layers))
     taken = RouteFiles(path, shape).take(samples, routed)
     taken.require_all(path)
-    routes = torch.zeros((*taken.recorded.shape[:2], len(layers), shape.topk), dtype=torch.int64)
+    routes = numpy.zeros((*taken.recorded.shape[:2], len(layers), shape.topk), numpy.int64)
     for place, layer in enumerate(routed):
-        routes[:, :, list(layers).index(layer)] = torch.from_numpy(taken.routes[:, :, place]).long()
+        routes[:, :, list(layers).index(layer)] = taken.routes[:, :, place]
     found, recorded = {}, taken.recorded.all(axis=2)
     for place, sample in enumerate(samples):
         rows = int(recorded[place].sum())
         if not recorded[place, :rows].all() or (form == "router-replay" and rows < shape.seq_length):
             raise ConfigError(f"{path}: sample {sample} has positions without a route, which this form cannot say")
-        found[f"routed_experts.{sample}"] = routes[place, :rows].to(torch.int32).contiguous()
+        found[f"routed_experts.{sample}"] = routes[place, :rows].astype(numpy.int32)
     if form == "requests":
         return found
-    in_order = routes.transpose(0, 1).flatten(0, 1)
-    return {f"recorded.{place}": in_order[:, place].contiguous() for place in range(len(layers))}
+    in_order = routes.swapaxes(0, 1).reshape(-1, len(layers), shape.topk)
+    return {f"recorded.{place}": numpy.ascontiguousarray(in_order[:, place]) for place in range(len(layers))}

@@ -83,9 +83,9 @@ def test_lists_of_router_replay_become_routes_and_lists_again(tmp_path: Path) ->
     ],
 )
 def test_layers_that_are_not_those_of_the_columns_are_refused(layers: list[int], says: str) -> None:
-    theirs: dict[str, Any] = {**requests(), **TOKENS}
+    theirs: dict[str, Any] = {name: tensor.numpy() for name, tensor in {**requests(), **TOKENS}.items()}
     if layers == [2, 3, 4, 5]:  # as if all had experts
-        theirs["routed_experts.3"] = routes(LENGTH - 1, 4)
+        theirs["routed_experts.3"] = routes(LENGTH - 1, 4).numpy()
     if layers == [1, 2, 3, 4]:  # what stands for no route in a padded batch
         theirs["routed_experts.7"][0] = -1
         theirs["routed_experts.7"][:, [0, 2]] = 0
