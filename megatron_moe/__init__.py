@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_moe.moe.router import TopKRouter
     from megatron_moe.training.callback import Callback
     from megatron_moe.training.finalize_model_grads import finalize_model_grads
+    from megatron_moe.training.routes import RecordedRoutes, RoutingTrace
     from megatron_moe_tools.api import Settings, load_model, save_hf, train
 
 _PUBLIC = {
@@ -43,11 +44,13 @@ _PUBLIC = {
     "MoELayer": "megatron_moe.moe.layer",
     "TopKRouter": "megatron_moe.moe.router",
     "finalize_model_grads": "megatron_moe.training.finalize_model_grads",
+    "RecordedRoutes": "megatron_moe.training.routes",
+    "RoutingTrace": "megatron_moe.training.routes",
 }
 
 __all__ = [
-    "Adam", "Callback", "ConfigError", "Float16Module", "MoELayer", "RunFault", "Settings", "TopKRouter",
-    "__version__", "finalize_model_grads", "load_model", "save_hf", "train",
+    "Adam", "Callback", "ConfigError", "Float16Module", "MoELayer", "RecordedRoutes", "RoutingTrace",
+    "RunFault", "Settings", "TopKRouter", "__version__", "finalize_model_grads", "load_model", "save_hf", "train",
 ]  # fmt: skip
 
 

@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify-resume": ("megatron_moe_tools.verify_resume:main", "replay recorded steps from a checkpoint"),
     "audit": ("megatron_moe_tools.audit.cli:main", "report every cast and promotion of one step"),
     "trace": ("megatron_moe_tools.trace:main", "write what a checkpoint computes on given tokens"),
+    "routes": ("megatron_moe_tools.routes:main", "convert routes of vLLM, SGLang and Megatron-LM, and back"),
     "report": ("megatron_moe_tools.report.cli:main", "write one HTML page of runs: charts, findings, flags, events"),
     "profile": ("megatron_moe_tools.profile_step:main", "show where the time of a step goes"),
     "flags": ("megatron_moe_tools.compat.flags:main", "say what becomes of a Megatron-LM flag or script"),

@@ -39,7 +39,7 @@ OPERATIONS = {"_CrossEntropy": "loss"}
 ELSEWHERE = "elsewhere"
 _BACKWARD = "autograd::engine::evaluate_function: "
 # What belongs to another profile, or to the run whose flags these are.
-_REPORTS = {"profile", "tensorboard_dir", "wandb_project", "mlflow_experiment"}
+_REPORTS = {"profile", "tensorboard_dir", "wandb_project", "mlflow_experiment", "moe_routing_trace_path"}
 _NO_REPORTS = {*_REPORTS, *SCALARS, "mlflow_tracking_uri", "mlflow_run_name"}.union(
     *(READ_WITH.get(flag, ()) for flag in _REPORTS)
 )

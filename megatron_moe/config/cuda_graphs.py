@@ -68,6 +68,9 @@ def obstacle(run: Run, module: str) -> tuple[str, str] | None:
         return field, "weights or gradients move from pass to pass"
     if run.derived.routers_know_documents and module.startswith("moe"):
         return "reset_attention_mask", "a router that knows documents or padding is given others in every pass"
+    if run.derived.keeps_routes and module.startswith("moe"):
+        field = "moe_routing_trace_path" if given("moe_routing_trace_path") else "moe_enable_routing_replay"
+        return field, "a router looks up the routes of other tokens in every pass"
     if "moe" in run.derived.recomputed_modules and module in WITHIN_MOE:
         return "recompute_modules", "moe is recomputed around it"
     field, recomputing = _DRAWN.get(module, ("", ()))

@@ -284,6 +284,21 @@ class MoEConfig:
         "for benchmarks only: send tokens round robin whatever the router says; such a model is not trained",
         resume="free",
     )
+    moe_enable_routing_replay: str | None = setting(
+        None, "train with the routes of these files", resume="free", report=False
+    )
+    moe_routing_replay_missing: str = setting(
+        "error",
+        "a missing route is an error, or the gate chooses",
+        choices=("error", "live"),
+        resume="free",
+    )
+    moe_routing_replay_counts: str = setting(
+        "replayed",
+        "balance by the replayed choices, or by the gate's",
+        choices=("replayed", "live"),
+        resume="free",
+    )
 
 
 @dataclass(frozen=True)

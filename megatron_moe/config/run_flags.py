@@ -394,6 +394,7 @@ class LoggingConfig:
         None, "HTML page of the run, written anew while it trains and when it ends", report=False
     )
     summary_file: str | None = setting(None, "JSON with the run's result, written at the end", report=False)
+    moe_routing_trace_path: str | None = setting(None, "folder for the routes of every training step", report=False)
     sample_prompt: str | None = setting(None, "text to continue at the end of the run")
     sample_tokens: int = setting(48, "tokens to generate after --sample-prompt", within=POSITIVE_COUNT)
     peak_tflops: float | None = setting(

@@ -185,6 +185,12 @@ class DerivedSettings:
         may_pad = data.packing != "none" or data.program_data
         return data.reset_attention_mask and (may_pad or self._run.moe.moe_seq_aux_loss_per == "document")
 
+    @cached_property
+    def keeps_routes(self) -> bool:
+        """Whether routes are recorded or replayed, so that tokens carry their number."""
+        replayed = self._run.moe.moe_enable_routing_replay
+        return replayed is not None or self._run.logging.moe_routing_trace_path is not None
+
     # Batches and schedule
 
     def global_batch_size(self, world_size: int) -> int:

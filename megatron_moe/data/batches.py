@@ -38,6 +38,9 @@ other; with ranks that share a sequence, the places of their tokens, the same in
 together, [B + CP, S / CP] or [B, S], in the memory of the host, if it has read them."""
 SOURCES = "sources"
 """Of K named sources, whether each sequence of a micro-batch is of it: [K, B] bool, on every rank."""
+NUMBERS, TOKEN_HASHES = "numbers", "hashes of the tokens on the host"
+"""Where routes are recorded or replayed: of each token its number in the run, sample x S + position; and [B] int64 the
+`token_hash` of each sample, in the memory of the host, on ranks that read."""
 Batch = dict[str, "Tensor | None"]
 
 
@@ -47,8 +50,11 @@ def keys_of(run: Run) -> tuple[str, ...]:
 
 
 def stage_reads(run: Run, stage: Stage) -> bool:
-    """Return whether a stage of the pipeline needs micro-batches; every attention needs to know its documents."""
-    return stage.reads_tokens or run.data.reset_attention_mask
+    """Return whether a stage of the pipeline needs micro-batches.
+
+    Every attention needs to know its documents, and a router whose routes are kept the tokens that they are of.
+    """
+    return stage.reads_tokens or run.data.reset_attention_mask or run.derived.keeps_routes
 
 
 def micro_batch_indices(
@@ -204,12 +210,13 @@ class Receiver:
         if DOCUMENTS in self._keys and run.parallel.context_parallel_size > 1:
             self._keys = (*self._keys, PLACES)
         self._shape = (len(self._keys), run.training.micro_batch_size, run.model.seq_length)
+        self._numbered = run.derived.keeps_routes
         self._tp = None if pg_collection is None or pg_collection.tp.size() == 1 else pg_collection.tp
         self._cp = None if pg_collection is None or pg_collection.cp.size() == 1 else pg_collection.cp
         self._device = platform.device()
 
-    def __call__(self, packed: Tensor | None) -> Batch:
-        on_host = None
+    def __call__(self, packed: Tensor | None, first_sample: int = 0) -> Batch:
+        on_host, keys = None, self._keys
         if packed is None:
             packed = torch.empty(self._shape, dtype=torch.int64, device=self._device)
         else:
@@ -221,13 +228,18 @@ class Receiver:
         if self._tp is not None:
             # One message for all keys: the loss mask is 0 or 1, exact as an integer.
             torch.distributed.broadcast(packed, torch.distributed.get_process_group_ranks(self._tp)[0], group=self._tp)
+        if self._numbered:  # cut as the tokens are
+            _, samples, length = self._shape
+            numbers = torch.arange(first_sample * length, (first_sample + samples) * length, device=self._device)
+            packed = torch.cat((numbers.view(1, samples, length), packed))
+            keys = (NUMBERS, *keys)
         packed, places = self._own(packed)
-        batch: Batch = dict(zip(self._keys, packed.unbind()))
+        batch: Batch = dict(zip(keys, packed.unbind()))
         if places is not None:
             batch[PLACES] = places
         if on_host is not None:
             batch[HOST_DOCUMENTS] = on_host
-        batch["loss_mask"] = packed[self._keys.index("loss_mask")].float()
+        batch["loss_mask"] = packed[keys.index("loss_mask")].float()
         return batch
 
     def _own(self, packed: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -257,6 +269,12 @@ def words_of(number: int, content: bytes) -> tuple[float, float]:
     """Return the two halves, as integers below 2^32, of the 64-bit BLAKE2b hash of a number and its content."""
     digest = hashlib.blake2b(number.to_bytes(8, "little", signed=True) + content, digest_size=8).digest()
     return float(int.from_bytes(digest[:4], "little")), float(int.from_bytes(digest[4:], "little"))
+
+
+def token_hash(number: int, tokens: Tensor) -> int:
+    """Return the hash of a sample's number in the run's order and its tokens [S] int64, on the CPU, as an int64."""
+    low, high = sample_words(number, tokens)
+    return ((int(high) << 32 | int(low)) + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def added(words: Iterable[tuple[float, float]]) -> tuple[float, float]:
@@ -300,24 +318,29 @@ class BatchIterator:
         receive: Receiver | None,
         consumed_samples: int,
         samples_per_round: int,
-        hashed_from: int | None = None,
+        first: int = 0,
+        hashes: bool = False,
         hashed_keys: int = len(KEYS),
+        size: int = 0,
         mixture: Mixture | None = None,
-        rows: range = range(0),
+        hashes_tokens: bool = False,
     ) -> None:
         """Initialise it.
 
         Args:
-            hashed_from: this rank's first place in a round where it hashes what it reads, else None.
+            first: this rank's first place in a round.
+            hashes: whether it hashes what it reads.
             hashed_keys: how many keys are hashed; those behind them depend on the layout.
-            rows: this rank's places in a round, whose sources `mixture` knows.
+            size: samples of a micro-batch, whose sources `mixture` knows.
+            hashes_tokens: whether micro-batches have `TOKEN_HASHES`.
         """
         self._reader = reader
         self._receive = receive
         self._samples_per_round = samples_per_round
-        self._hashed_from, self._hashed_keys = hashed_from, hashed_keys
+        self._first, self._hashes, self._hashed_keys = first, hashes, hashed_keys
+        self._hashes_tokens = hashes_tokens
         self._words, self._pairs, self._padding = NOTHING, 0, 0
-        self._mixture, self._rows = mixture, rows
+        self._mixture, self._size = mixture, size
         self.num_sources = 0 if mixture is None else len(mixture.sources)
         self.consumed_samples = consumed_samples
         self.observer: Callable[[Batch], None] | None = None
@@ -327,19 +350,22 @@ class BatchIterator:
 
     def __next__(self) -> Batch:
         batch: Batch = dict.fromkeys(KEYS)
+        first = self.consumed_samples + self._first
         if self._receive is not None:
             packed = None if self._reader is None else self._reader.read(self.consumed_samples)
-            if packed is not None and self._hashed_from is not None:
-                first = self.consumed_samples + self._hashed_from
+            if packed is not None and self._hashes:
                 samples = packed[: self._hashed_keys]
                 words = (sample_words(first + row, samples[:, row]) for row in range(samples.shape[1]))
                 self._words = added((self._words, *words))
                 if self._hashed_keys > len(KEYS):
                     pairs, padding = pairs_and_padding(packed[len(KEYS)])
                     self._pairs, self._padding = self._pairs + pairs, self._padding + padding
-            batch = self._receive(packed)
+            batch = self._receive(packed, first)
+            if packed is not None and self._hashes_tokens:
+                hashes = [token_hash(first + row, tokens) for row, tokens in enumerate(packed[0])]
+                batch[TOKEN_HASHES] = torch.tensor(hashes, dtype=torch.int64)
         if self._mixture is not None:
-            sources = [self._mixture.at(self.consumed_samples + row)[0] for row in self._rows]
+            sources = [self._mixture.at(first + row)[0] for row in range(self._size)]
             members = [source == number for number in range(self.num_sources) for source in sources]
             batch[SOURCES] = on_device(members, torch.bool).view(self.num_sources, len(sources))
         self.consumed_samples += self._samples_per_round
@@ -395,17 +421,17 @@ def batch_iterators(
             sharing = run.parallel.context_parallel_size
             reader = Reader(dataset, indices, vocab_size, run.data.num_workers, dp_rank * size, keys_of(run), sharing)
         receiver = Receiver(run, pg_collection) if wanted else None
-        first = dp_rank * size
-        found.append(
-            BatchIterator(
-                reader,
-                receiver,
-                consumed_samples,
-                size * dp_size,
-                first if hashed else None,
-                len(keys_of(run)),
-                getattr(dataset, "mixture", None),
-                range(first, first + size),
-            )
+        iterator = BatchIterator(
+            reader,
+            receiver,
+            consumed_samples,
+            size * dp_size,
+            first=dp_rank * size,
+            hashes=hashed,
+            hashed_keys=len(keys_of(run)),
+            size=size,
+            mixture=getattr(dataset, "mixture", None),
+            hashes_tokens=run.derived.keeps_routes,
         )
+        found.append(iterator)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -128,12 +128,14 @@ class LanguageModel(MultiTokenPrediction, DeepcopyKeepsGroups, GPTModel):
             dense model.
         token_loss: a program's own loss; None: cross entropy.
         routers_know_documents: whether a step passes the tokens' `documents` as padding_mask too.
+        rows_of_step: returns the rows of the step's tokens from their numbers (`moe/routes.py`); None: none is kept.
         rotates_by_position: whether the engine's attention rotates by position_ids, or by places in the sequence.
     """
 
     moe_options: MoEOptions | None = None
     token_loss: TokenLoss | None = None
     routers_know_documents: bool = False
+    rows_of_step: Callable[[Tensor], Tensor] | None = None
     rotates_by_position = False
 
     def rows_of_rank(self, rows: Tensor) -> Tensor:

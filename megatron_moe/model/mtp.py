@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker
@@ -47,6 +47,17 @@ class PredictionParts:
     column_linear: type
     transformer_layer: ModuleSpec
     pg_collection: ProcessGroups
+
+
+class PredictionMasks(NamedTuple):
+    """What a step passes as loss_mask where these layers' routers have to know the tokens' rows.
+
+    The engine hands loss_mask on to the model's last step, and in one release padding_mask not. loss_mask: [B, S].
+    padding_mask: [B, S] int64, see `moe.routes.tagged`.
+    """
+
+    loss_mask: Tensor
+    padding_mask: Tensor
 
 
 class MTPLayer(DeepcopyKeepsGroups, MegatronModule):
@@ -182,9 +193,11 @@ class MultiTokenPrediction:
         """
         if not self.config.mtp_num_layers:
             return super()._postprocess(hidden_states=hidden_states, labels=labels, **rest)  # type: ignore[misc]
-        mask = rest.get("attention_mask")
+        mask, loss_mask, tags = rest.get("attention_mask"), rest.get("loss_mask"), None
+        if isinstance(loss_mask, PredictionMasks):
+            loss_mask, tags = loss_mask
         documents = Documents.of(mask, hidden_states.shape[1])
-        ahead = (rest.get("input_ids"), rest.get("position_ids"), rest.get("rotary_pos_emb"), mask)
+        ahead = (rest.get("input_ids"), rest.get("position_ids"), rest.get("rotary_pos_emb"), mask, tags)
         if not self.post_process:
             if not (self.mtp_process and self.training):
                 return hidden_states
@@ -211,7 +224,7 @@ class MultiTokenPrediction:
             targets.append(shifted(torch.ones_like(labels), -depth, group, documents))
         further = torch.stack(found)
         if torch.is_grad_enabled():
-            self._count(further.detach(), torch.stack(targets), rest.get("loss_mask"))
+            self._count(further.detach(), torch.stack(targets), loss_mask)
         weighted = further.sum(dim=0) * (self.config.mtp_loss_scaling_factor / self.config.mtp_num_layers)
         # Adds zero, and a gradient; a non-finite loss makes the output non-finite, and the step is skipped.
         return losses + (weighted - weighted.detach())
@@ -235,11 +248,14 @@ class MultiTokenPrediction:
         position_ids: Tensor,
         rotary_pos_emb: Tensor | None,
         mask: Tensor | None = None,
+        tags: Tensor | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the hidden states [S, B, H] after each depth's norm."""
-        documents, padding_mask = Documents.of(mask, input_ids.shape[0]), None
-        if documents is not None and self.routers_know_documents:
-            padding_mask = self.rows_of_rank(documents.firsts)
+        """Yield the hidden states [S, B, H] after each depth's norm; see `PredictionMasks` for the tags."""
+        documents, padding_mask = Documents.of(mask, input_ids.shape[0]), tags
+        if tags is None and documents is not None and self.routers_know_documents:
+            padding_mask = documents.firsts
+        if padding_mask is not None:
+            padding_mask = self.rows_of_rank(padding_mask)
         for depth, layer in enumerate(self.mtp.layers, start=1):
             shifted_ids = shifted(input_ids, depth, self.pg_collection.cp, documents)
             embedded = self.embedding(input_ids=shifted_ids, position_ids=position_ids)

@@ -32,7 +32,7 @@ def requested_counts(routed: RoutedTokens) -> Tensor:
 
     Balancing goes by these counts, including choices that an expert has no capacity for.
     """
-    ids, micro_batch = routed.decision.expert_ids, routed.micro_batch
+    ids, micro_batch = routed.balanced_ids, routed.micro_batch
     return count_tokens(ids, routed.scores.shape[-1], micro_batch.is_padding, micro_batch.num_sequences)
 
 
@@ -313,7 +313,7 @@ class AuxLosses:
                     squares = squares.masked_fill(is_padding, 0.0)
                 value = squares.sum()
             elif name == "seq_aux_loss" and self.options.seq_loss_per == "document":
-                of_batch, ids = routed.micro_batch, routed.decision.expert_ids
+                of_batch, ids = routed.micro_batch, routed.balanced_ids
                 if of_batch.documents is None:
                     raise ValueError("moe_seq_aux_loss_per document needs the tokens' documents as padding_mask")
                 value = document_balance_share(

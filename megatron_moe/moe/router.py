@@ -17,6 +17,7 @@ from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.moe.load_balance import AuxLosses, GlobalBatch, StepTokens, count_differences, requested_counts
 from megatron_moe.moe.options import MoEOptions, moe_groups
+from megatron_moe.moe.routes import RouteSource, rows_and_documents
 from megatron_moe.moe.routing import (
     Choice,
     ExpertCapacity,
@@ -67,6 +68,8 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         step: the tokens since the last step, and the global batch that they belong to.
         aux_losses: the auxiliary losses since the last step; None where there are none.
         observers: see `observed_by`.
+        routes: where it takes its choices from in training, see `take_routes`; None: its scores.
+        local_live_per_expert: [E] fp32, the choices that the gate would have made; None unless the bias goes by them.
     """
 
     fp32_state = ("expert_bias", "local_tokens_per_expert", "local_dropped_per_expert")
@@ -109,10 +112,18 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             self.aux_losses = AuxLosses(options, self.groups)
         self.step = StepTokens()
         self.observers: list[Observer] = []
+        self.routes: RouteSource | None = None
+        self.local_live_per_expert: Tensor | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
         """Remember the global, one-based number of the layer; called by the engine."""
         self.layer_number = layer_number
+
+    def take_routes(self, source: RouteSource | None) -> None:
+        """Take the choices of passes in training from a source, or by the scores again; in evaluation they stay."""
+        self.routes, self.local_live_per_expert = source, None
+        if source is not None and source.balances_live:
+            self.local_live_per_expert = torch.zeros_like(self.local_tokens_per_expert)
 
     @contextmanager
     def observed_by(self, see: Observer, every_pass: bool = False) -> Iterator[None]:
@@ -183,9 +194,11 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
             num_sequences: B; None reads it from `hidden`, where [T, H] is one sequence.
             dense: False returns the decision as `route` does.
         """
-        is_padding = documents = None
+        is_padding = documents = rows = None
         if padding_mask is not None and padding_mask.dtype == torch.int64:
             documents = padding_mask.reshape(-1)
+            if self.routes is not None:
+                rows, documents = rows_and_documents(documents)
             is_padding = documents < 0
         elif padding_mask is not None:
             is_padding = padding_mask.reshape(-1).bool()
@@ -203,9 +216,14 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
                 self.step.add(hidden.shape[0], where=f"layer {self.layer_number}")
                 if self.limit.factor is None:
                     counts = (self.local_tokens_per_expert, self.local_num_tokens)
-            decision = route(logits, scores, self.expert_bias, self.options, micro_batch, self.choose, counts)
+            source, choose, live_ids = self.routes if self.training else None, self.choose, None
+            if source is not None:
+                choose, live_ids = self._choice_of(source, rows, logits, scores, micro_batch)
+            decision = route(logits, scores, self.expert_bias, self.options, micro_batch, choose, counts)
             decision = self.limit(decision, micro_batch)
-            routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted)
+            if source is not None and counted:
+                source.see(self.layer_number or 0, rows, decision.expert_ids, is_padding)
+            routed = RoutedTokens(hidden, logits, scores, decision, micro_batch, counted, live_ids)
             for see in self.observers:
                 see(self, routed)
             if counted and self.local_differences is not None:
@@ -229,8 +247,9 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
     def reset_counts(self) -> None:
         """Reset all counts and forget the global batch, after a step was committed or abandoned."""
         self.local_tokens_per_expert.zero_()
-        if self.local_dropped_per_expert is not None:
-            self.local_dropped_per_expert.zero_()
+        for counts in (self.local_dropped_per_expert, self.local_live_per_expert):
+            if counts is not None:
+                counts.zero_()
         self.local_num_tokens.zero_()
         if self.local_differences is not None:
             self.local_differences.zero_()
@@ -238,14 +257,34 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         if self.aux_losses is not None:
             self.aux_losses.reset()
 
+    @torch.no_grad()
+    def _choice_of(
+        self, source: RouteSource, rows: Tensor | None, logits: Tensor, scores: Tensor, micro_batch: MicroBatch
+    ) -> tuple[Choice | None, Tensor | None]:
+        """Return the choice that a source makes, and the gate's own one where the balance goes by it."""
+        live_ids: Tensor | None = None
+
+        def live() -> Tensor:
+            nonlocal live_ids
+            if live_ids is None:
+                live_ids = self.choice()(logits, scores, self.expert_bias, micro_batch)
+            return live_ids
+
+        expert_ids = source.expert_ids(self.layer_number or 0, rows, len(logits), live)
+        choose = self.choose if expert_ids is None else lambda *_: expert_ids
+        return choose, live() if source.balances_live else None
+
     def _balance(self, routed: RoutedTokens) -> RoutingDecision:
         """Count what is beyond the experts' capacity, and attach the auxiliary losses to the decision."""
         decision, is_padding = routed.decision, routed.micro_batch.is_padding
-        if decision.kept is None and self.aux_losses is None:
+        if decision.kept is None and self.aux_losses is None and routed.live_ids is None:
             return decision
         requested = requested_counts(routed)
+        if self.local_live_per_expert is not None:
+            self.local_live_per_expert += requested.sum(dim=0).to(torch.float32)
         if decision.kept is not None:
-            requested_by_expert = requested.sum(dim=0)
+            dispatched = requested if routed.live_ids is None else requested_counts(routed._replace(live_ids=None))
+            requested_by_expert = dispatched.sum(dim=0)
             kept = torch.zeros_like(requested_by_expert)
             kept.scatter_add_(0, decision.expert_ids.flatten(), decision.kept.flatten().long())
             self.local_tokens_per_expert += kept.to(torch.float32)

@@ -74,7 +74,8 @@ class RoutedTokens(NamedTuple):
 
     hidden: [T, H], the gate's input. logits, scores: [T, E]. decision: after the capacity, before the auxiliary losses
     are attached. counted: whether the pass counts for the step. The pass that has a backward does: recomputation runs
-    the forward pass twice, first without gradients.
+    the forward pass twice, first without gradients. live_ids: [T, K], the gate's own choice where balancing goes by it
+    and the decision is another's; else None.
     """
 
     hidden: Tensor
@@ -83,6 +84,12 @@ class RoutedTokens(NamedTuple):
     decision: RoutingDecision
     micro_batch: MicroBatch
     counted: bool
+    live_ids: Tensor | None = None
+
+    @property
+    def balanced_ids(self) -> Tensor:
+        """The choices [T, K] that balancing goes by."""
+        return self.decision.expert_ids if self.live_ids is None else self.live_ids
 
 
 Choice = Callable[[Tensor, Tensor, "Tensor | None", MicroBatch], Tensor]

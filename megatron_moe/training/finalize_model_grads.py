@@ -98,7 +98,8 @@ def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
             bias.copy_(updated)
         elif bias is not None and router.weight.requires_grad:
             rate, center = router.options.bias_update_rate, router.options.bias_center
-            bias.copy_(updated_expert_bias(bias, count.kept + count.dropped, rate, center))
+            requested = count.kept + count.dropped if router.local_live_per_expert is None else count.live
+            bias.copy_(updated_expert_bias(bias, requested, rate, center))
         biases.append(None if bias is None else bias.clone())
         errors.append(error)
         dropped.append(None if router.local_dropped_per_expert is None else count.dropped)
@@ -114,11 +115,15 @@ def update_routers(model: list[torch.nn.Module]) -> RouterUpdate:
 
 
 class _LayerCounts(NamedTuple):
-    """Counts of one layer over TP x CP x DP, int64: [E] choices dispatched, [E] beyond the capacity, [1] tokens."""
+    """Counts of one layer over TP x CP x DP, int64: [E] choices dispatched, [E] beyond the capacity, [1] tokens.
+
+    live: [E], or [0] where the bias does not go by them; see `TopKRouter.local_live_per_expert`.
+    """
 
     kept: Tensor
     dropped: Tensor
     tokens: Tensor
+    live: Tensor
 
 
 def _global_counts(found: list[TopKRouter]) -> list[_LayerCounts]:
@@ -133,6 +138,8 @@ def _global_counts(found: list[TopKRouter]) -> list[_LayerCounts]:
                 raise PrecisionError(f"layer {router.layer_number}: {name} is {tensor.dtype}, must be torch.float32")
         kept, dropped = router.local_tokens_per_expert, router.local_dropped_per_expert
         local += [kept, torch.zeros_like(kept) if dropped is None else dropped, router.local_num_tokens]
+        if router.local_live_per_expert is not None:
+            local.append(router.local_live_per_expert)
     total = torch.cat(local).to(torch.int64)
     group = found[0].groups.tp_dp_cp
     if group.size() > 1:
@@ -140,9 +147,10 @@ def _global_counts(found: list[TopKRouter]) -> list[_LayerCounts]:
     counts, sums, begin = [], [], 0
     for router in found:
         experts = router.options.num_experts
-        own = total[begin : begin + 2 * experts + 1]
+        live = 0 if router.local_live_per_expert is None else experts
+        own = total[begin : begin + 2 * experts + 1 + live]
         begin += len(own)
-        count = _LayerCounts(*own.split([experts, experts, 1]))
+        count = _LayerCounts(*own.split([experts, experts, 1, live]))
         counts.append(count)
         sums.append(torch.stack([count.kept.sum(), count.dropped.sum(), count.tokens.sum()]))
     for router, (got, lost, num_tokens) in zip(found, torch.stack(sums).tolist()):

@@ -34,6 +34,7 @@ from megatron_moe.platform import host
 from megatron_moe.report.jsonl import require_metrics
 from megatron_moe.report.tracker import SERVICES, require_trackers
 from megatron_moe.training.batch_size import BatchSchedule, batch_schedule
+from megatron_moe.training.route_files import RouteFiles, RouteShape
 
 WORKERS_PER_CORE = 4
 
@@ -196,6 +197,8 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
         if not run.logging.dry_run:
             raise
         missing.append(str(error))
+    if run.moe.moe_enable_routing_replay is not None:
+        RouteFiles(Path(run.moe.moe_enable_routing_replay), RouteShape.from_run(run))
     schedule = batch_schedule(run, world_size)
     start_from = plan_checkpoint(run)
     # A step that training has saved since goes before the folder that the training began with.
@@ -225,7 +228,16 @@ def plan_run(run: Run, world_size: int, *, deep: bool | None = None) -> RunPlan:
     return planned
 
 
-_OF_TRAINING = ("save", "lr_restart_at", "ema_decay", "loss_spike_factor", "profile", "tensorboard_dir", *SERVICES)
+_OF_TRAINING = (
+    "save",
+    "lr_restart_at",
+    "ema_decay",
+    "loss_spike_factor",
+    "profile",
+    "tensorboard_dir",
+    "moe_routing_trace_path",
+    *SERVICES,
+)
 
 
 def without_training(run: Run) -> Run:

@@ -41,6 +41,7 @@ from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.loop import train
 from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
 from megatron_moe.training.program import ProgramParts
+from megatron_moe.training.routes import Routes
 from megatron_moe.training.signals import StopSignals, signal_name
 from megatron_moe.training.start_notes import report_start
 from megatron_moe.training.trainer import Trainer
@@ -122,6 +123,7 @@ def pretrain(
                         f"{trainer.run.training.train_iters}"  # which --train-samples may have set
                     )
                 every: list[Callback] = [
+                    Routes(),
                     Profiler(),
                     Reporting(),
                     NonFinite(),

@@ -32,6 +32,7 @@ from megatron_moe.data.batches import (
     DOCUMENTS,
     HOST_DOCUMENTS,
     NOTHING,
+    NUMBERS,
     PLACES,
     SOURCES,
     Batch,
@@ -51,8 +52,10 @@ from megatron_moe.engine.schedules import (
 from megatron_moe.model.attention import measured_attentions
 from megatron_moe.model.fully_sharded import FullyShardedDataParallel
 from megatron_moe.model.loss import loss_func
+from megatron_moe.model.mtp import PredictionMasks
 from megatron_moe.moe.grouped_gemm_fp8 import blocks_kept
 from megatron_moe.moe.router import RouterSnapshot
+from megatron_moe.moe.routes import tagged
 from megatron_moe.optim.optimizer import additions, optimizer_tensors, shared_loss_scale
 from megatron_moe.optim.param_groups import Schedule
 from megatron_moe.optim.qk_clip import attention_figures, largest_attention_logits
@@ -363,9 +366,14 @@ def forward_step(
     batch = next(batches)
     # Attention is causal by construction; what the engine calls its mask are the documents, if these are kept apart.
     # Only for the logs of multi-token prediction: that loss goes with its target's, see model/mtp.py.
-    mask = {"loss_mask": batch["loss_mask"]} if get_model_config(chunk).mtp_num_layers else {}
+    mask: dict[str, Any] = {"loss_mask": batch["loss_mask"]} if get_model_config(chunk).mtp_num_layers else {}
     if get_attr_wrapped_model(chunk, "routers_know_documents"):
         mask["padding_mask"] = batch[DOCUMENTS]
+    rows_of = get_attr_wrapped_model(chunk, "rows_of_step")
+    if rows_of is not None and chunk.training:
+        mask["padding_mask"] = tags = tagged(rows_of(batch[NUMBERS]), mask.get("padding_mask"))
+        if "loss_mask" in mask:
+            mask["loss_mask"] = PredictionMasks(mask["loss_mask"], tags)
     run = chunk.build_schedule_plan if return_schedule_plan else chunk
     documents, positions = batch.get(DOCUMENTS), batch["position_ids"]
     if documents is not None and positions is not None:

@@ -29,7 +29,7 @@ class Answer:
 
     Args:
         takes: how many values the flag takes: a number, `*`, `+`, or nothing where that is not known.
-        values: those that the row is about; none: all that no other row is about.
+        values: those that the row is about, `nothing` for a flag without one; none: all that no other row is about.
         target: the flags that take its place.
     """
 
@@ -42,6 +42,8 @@ class Answer:
 
     def fits(self, given: Sequence[str]) -> bool:
         """Return whether the row is about these values."""
+        if self.values == ("nothing",):
+            return not given
         return not self.values or (bool(given) and all(_is_among(self.values, word) for word in given))
 
     def in_place(self, given: Sequence[str]) -> list[str]:

@@ -42,7 +42,7 @@ ENGINE_NAMES = {"norm_epsilon": "layernorm_epsilon", "swiglu": "gated_linear_uni
 # Where the engine's classes and Megatron-LM's command line have unlike defaults, and that is so here too.
 UNSET = (
     "num_layers hidden_size num_attention_heads q_lora_rank data_parallel_sharding_strategy moe_deepep_num_sms"
-    " moe_hybridep_num_sms gradient_accumulation_fusion offload_modules cuda_graph_modules"
+    " moe_hybridep_num_sms moe_enable_routing_replay gradient_accumulation_fusion offload_modules cuda_graph_modules"
 )
 OFF = ("multi_latent_attention", "attention_softmax_in_fp32", "accumulate_allreduce_grads_in_fp32")
 COMMAND_LINE: dict[str, Any] = {

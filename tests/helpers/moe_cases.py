@@ -60,6 +60,8 @@ def random_case(seed: int) -> dict[str, Any]:
         case["aux"] = None
     elif forced == "round robin":
         routing.round_robin = True
+    else:
+        routing.replayed = seed % 3 == 2
     if not case["routing"].sinkhorn:
         case["routing"].capacity_factor = pick(None, 0.4, 0.75, 1.25)
         case["routing"].drop_policy = pick("probs", "position")

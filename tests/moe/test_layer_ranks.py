@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron_moe.moe.routes import tagged
 from tests.helpers.errors import relative
 from tests.helpers.moe_cases import build_layer, full_weights, random_case, tokens_and_padding
 from tests.helpers.rows import rows
@@ -70,6 +71,8 @@ def run_layer(case: dict[str, Any], layout: dict[str, Any], pg: Any) -> tuple[di
     mask = None
     if padding is not None:
         mask = padding.chunk(dp.size(), dim=0)[dp.rank()].chunk(tp.size(), dim=1)[tp.rank()]
+    if case["routing"].replayed:
+        mask = replaying(layer.router, columns.shape[1], tp, mask)
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
     output, bias = layer(part, padding_mask=mask)
     assert bias is None and output.dtype == part.dtype
@@ -91,6 +94,25 @@ def run_layer(case: dict[str, Any], layout: dict[str, Any], pg: Any) -> tuple[di
         found["shared2"] = shared.linear_fc2.weight.grad
         found["shared_gate"] = None if shared.gate_weight is None else shared.gate_weight.grad
     return found, pg
+
+
+def replaying(router: Any, batch: int, tp: Any, padding: torch.Tensor | None) -> torch.Tensor:
+    """Let a router replay the reference's routes; return this rank's tags [B, S / TP]."""
+    options = router.options
+    table = [reference.recorded(t, options.topk, options.num_experts) for t in range(SEQUENCE * batch)]
+
+    class Recorded:
+        balances_live = False
+
+        def expert_ids(self, layer: int, rows: torch.Tensor, num_tokens: int, live: Any) -> torch.Tensor:
+            return torch.tensor(table)[rows]
+
+        def see(self, layer: int, rows: torch.Tensor, expert_ids: torch.Tensor, is_padding: Any) -> None:
+            assert (expert_ids == torch.tensor(table)[rows]).all(1)[~is_padding].all()
+
+    router.take_routes(Recorded())
+    rows = torch.arange(SEQUENCE * batch).view(SEQUENCE, batch).chunk(tp.size())[tp.rank()].t()
+    return tagged(rows, torch.zeros_like(rows) if padding is None else -padding.long())
 
 
 def expected(case: dict[str, Any], world: int, dp_size: int) -> dict[str, Any]:

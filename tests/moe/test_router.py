@@ -1,6 +1,8 @@
 """The router: what it counts, what it refuses, and that it serves the engine's own MoE layer."""
 
+import contextlib
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer as EngineMoELayer
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from megatron_moe import Float16Module, TopKRouter, finalize_model_grads
+from megatron_moe import Float16Module, RecordedRoutes, RoutingTrace, TopKRouter, finalize_model_grads
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.moe.load_balance import EXACT_FP32_INTEGER
 from megatron_moe.moe.router import RouterSnapshot
@@ -173,3 +175,39 @@ def test_the_engines_model_trains_with_our_router(gloo: Any, ranks: int, half: s
             assert torch.equal(rank["bias"][layer].view(torch.int32), torch.tensor(expected).view(torch.int32))
             assert rank["left"] == [0.0, 0.0]
             assert rank["counts"] == found[0]["counts"]
+
+
+def record_and_replay(folder: Path) -> dict[str, Any]:
+    """Two micro-batches of the engine's model, recorded, and replayed by gates of the opposite sign."""
+    ddp, pg = engine_gpt_with_our_router(torch.distributed.get_world_size(), "bf16")
+    rank, found = torch.distributed.get_rank(), {}
+    tokens = torch.randint(0, 32, (8, 8), generator=torch.Generator().manual_seed(0))
+    mine = list(range(4 * rank, 4 * rank + 4))
+    mask = torch.triu(torch.ones(1, 1, 8, 8), diagonal=1).bool()
+
+    def counts(source: Any = None) -> list[Any]:
+        with contextlib.nullcontext() if source is None else source.step(mine[::-1], tokens[mine[::-1]]):
+            for samples in (mine[:2], mine[2:]):
+                with contextlib.nullcontext() if source is None else source.micro_batch(samples):
+                    ids = tokens[samples]
+                    ddp(ids, torch.arange(8).expand_as(ids), mask, labels=ids).mean().backward()
+        return [c.tolist() for c in finalize_model_grads([ddp], None, pg_collection=pg).tokens_per_expert]
+
+    trace = RoutingTrace(folder, [ddp], 8)
+    found["recorded"] = counts(trace)
+    trace.close()
+    for gate in routers_of([ddp]):
+        gate.weight.data.neg_()
+    found["live"] = counts()
+    torch.distributed.barrier()
+    replayed = RecordedRoutes(folder, [ddp], 8)
+    found["replayed"] = counts(replayed)
+    replayed.begin(mine)
+    with pytest.raises(RuntimeError, match="layer 1: 16 tokens are to be routed, and nothing came with them"):
+        ddp(tokens[mine[:2]], torch.arange(8).expand(2, 8), mask)
+    return found
+
+
+def test_a_program_with_the_engines_model_records_and_replays_routes(gloo: Any, tmp_path: Path) -> None:
+    for found in gloo.run(2, record_and_replay, folder=tmp_path):
+        assert found["replayed"] == found["recorded"] != found["live"]

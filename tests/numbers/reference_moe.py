@@ -22,6 +22,7 @@ class Routing:
     group_score: str = "top2"
     sinkhorn: bool = False
     round_robin: bool = False
+    replayed: bool = False
     capacity_factor: float | None = None
     drop_policy: str = "probs"
 
@@ -96,7 +97,16 @@ def route_all(
         for t in valid:
             chosen = [(t * routing.topk + k) % logits.shape[1] for k in range(routing.topk)]
             routes[t] = (chosen, weigh(logits[t], chosen, routing))
+    if routing.replayed:
+        for t in valid:
+            chosen = recorded(t, routing.topk, logits.shape[1])
+            routes[t] = (chosen, weigh(logits[t], chosen, routing))
     return routes
+
+
+def recorded(t: int, topk: int, num_experts: int) -> list[int]:
+    """The experts that token t went to when its route was recorded: others than its scores choose."""
+    return [(5 * t + t // 3 + 3 * k) % num_experts for k in range(topk)]
 
 
 def beyond_capacity(

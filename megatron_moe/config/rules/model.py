@@ -424,6 +424,32 @@ refuse(
         run.moe.moe_router_force_load_balancing and {"sinkhorn", QUANTILE} & set(run.moe.moe_router_load_balancing_type)
     ),
 )
+refuse(
+    "a_dense_model_has_no_routes",
+    ("moe_routing_trace_path",),
+    "there is no router to record; add --num-experts, e.g. 8, or drop the flag",
+    when=lambda run: run.moe.num_experts is None and run.logging.moe_routing_trace_path is not None,
+)
+unread(
+    ("moe_routing_replay_missing", "moe_routing_replay_counts"),
+    "moe_enable_routing_replay",
+    "no routes are replayed; add --moe-enable-routing-replay PATH, or drop it",
+)
+refuse(
+    "forced_balance_replays_nothing",
+    ("moe_router_force_load_balancing", "moe_enable_routing_replay"),
+    "round robin and the recorded routes are two choices; drop one of them",
+    when=lambda run: run.moe.moe_router_force_load_balancing and run.moe.moe_enable_routing_replay is not None,
+)
+refuse(
+    "replayed_routes_are_not_overwritten",
+    ("moe_routing_trace_path", "moe_enable_routing_replay"),
+    "files that are read are not written; name another folder for the new routes",
+    when=lambda run: (
+        run.logging.moe_routing_trace_path is not None
+        and run.logging.moe_routing_trace_path == run.moe.moe_enable_routing_replay
+    ),
+)
 
 
 @rule()

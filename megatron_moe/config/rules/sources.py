@@ -214,7 +214,7 @@ unread(("allow_suspicious_weights",), "load_hf", "is about the folder of --load-
 _WRITTEN_FILES = ("metrics_file", "plot_file", "report_file", "summary_file")
 
 
-_WRITTEN_FOLDERS = ("save", "tensorboard_dir", "fault_dir", "wandb_save_dir")
+_WRITTEN_FOLDERS = ("save", "tensorboard_dir", "fault_dir", "wandb_save_dir", "moe_routing_trace_path")
 
 
 @rule(needs=FILES)
