@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_moe.config import schema
 from megatron_moe.config.cli import add_flags
@@ -17,9 +15,9 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizer_choice import build_tokenizer
-from megatron_moe.data.tokenizers import REPLACEMENT, HuggingFaceTokenizer, Tokenizer
+from megatron_moe.data.tokenizers import REPLACEMENT, Tokenizer
 from megatron_moe.io.program import DONE, note, run_program
-from megatron_moe_tools.models.source import ModelSource, companions_folder, locate, tokenizer_of_model
+from megatron_moe_tools.models.source import ModelSource, begin_ids, locate, said_in, tokenizer_of_model
 
 NAME = "megatron-moe generate"
 
@@ -69,7 +67,7 @@ def _main(argv: list[str]) -> int:
     prompts = list(itertools.starmap(_read, flags.prompts))
     source = locate(Path(flags.load), flags.ckpt_step)
     tokenizer = _tokenizer(source, flags)
-    begin = _begin(source, tokenizer, flags.add_bos)
+    begin = begin_ids(source, tokenizer, flags.add_bos)
     ends = _ends(source, tokenizer, flags)
     ids = [_ids(tokenizer, begin, prompt, source.run, flags.max_new_tokens) for prompt in prompts]
     for text in source.notes:
@@ -157,41 +155,16 @@ def _tokenizer(source: ModelSource, flags: argparse.Namespace) -> Tokenizer:
     return tokenizer_of_model(source)
 
 
-def _begin(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None) -> list[int]:
-    """Return the tokens that come before a prompt's own: the begin-of-sequence token or none.
-
-    Without a flag, the files that came with an imported model decide: `add_bos_token`, and where that is not there the
-    post-processor of `tokenizer.json`, as in transformers.
-    """
-    file = companions_folder(source) / "tokenizer_config.json"
-    if wanted and tokenizer.bos is None:
-        raise ConfigError(f"--add-bos: {tokenizer.name} has no begin-of-sequence token; leave the flag out")
-    if wanted is None and tokenizer.name in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and file.is_file():
-        wanted = _said(file, "add_bos_token")
-        if not isinstance(wanted, bool):
-            wanted = isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.begins_with_bos()
-    if wanted and tokenizer.bos is not None:
-        return [tokenizer.bos]
-    return []
-
-
 def _ends(source: ModelSource, tokenizer: Tokenizer, flags: argparse.Namespace) -> set[int]:
     """Return the tokens to stop after: the tokenizer's end, and those that an imported model came with."""
     if not flags.stop_at_eod:
         return set()
     file, ids = source.companions.get("generation_config.json"), []
     if file is not None and not flags.chosen:  # ids of the tokenizer that came along
-        ids = _said(file, "eos_token_id")
+        ids = said_in(file, "eos_token_id")
         if not isinstance(ids, list):
             ids = [ids]
     return {i for i in (tokenizer.eos, *ids) if isinstance(i, int)}
-
-
-def _said(file: Path, key: str) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8")).get(key)
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} is not a JSON object: {error}") from error
 
 
 def _ids(tokenizer: Tokenizer, begin: Sequence[int], prompt: str, run: Run, new: int) -> list[int]:

@@ -6,11 +6,12 @@ torch is loaded before the first block is read.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_moe.checkpoint import folder, manifest, origin
 from megatron_moe.checkpoint.plan import architecture_keys
@@ -19,7 +20,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizer_choice import tokenizer_of_folder, tokenizer_of_step
-from megatron_moe.data.tokenizers import Tokenizer
+from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from megatron_moe.hf.config import settings_of
 from megatron_moe.hf.families import FAMILIES, Family, family_of_run
 from megatron_moe.hf.folder import HFFolder
@@ -212,3 +213,29 @@ def tokenizer_of_model(source: ModelSource) -> Tokenizer:
     config = folder.read_json(source.path / folder.CONFIG)
     trained_with = folder.read_json(source.path / folder.STATE).get("tokenizer") or {}
     return tokenizer_of_step(config, trained_with, {}, source.run.model.vocab_size or 0, f"--load {source.path}")[0]
+
+
+def begin_ids(source: ModelSource, tokenizer: Tokenizer, wanted: bool | None = None) -> list[int]:
+    """Return the tokens that come before a prompt's own: the begin-of-sequence token or none.
+
+    Without a flag, the files that came with an imported model decide: `add_bos_token`, and where that is not there the
+    post-processor of `tokenizer.json`, as in transformers.
+    """
+    file = companions_folder(source) / "tokenizer_config.json"
+    if wanted and tokenizer.bos is None:
+        raise ConfigError(f"--add-bos: {tokenizer.name} has no begin-of-sequence token; leave the flag out")
+    if wanted is None and tokenizer.name in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and file.is_file():
+        wanted = said_in(file, "add_bos_token")
+        if not isinstance(wanted, bool):
+            wanted = isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.begins_with_bos()
+    if wanted and tokenizer.bos is not None:
+        return [tokenizer.bos]
+    return []
+
+
+def said_in(file: Path, key: str) -> Any:
+    """Return what a JSON file of a model says of a key; None where it does not. Raises ConfigError: it is no object."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get(key)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is not a JSON object: {error}") from error
