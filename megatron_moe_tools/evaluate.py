@@ -76,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("step", metavar="STEP", help="folder of a run, iter_* or Hugging Face's")
     p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a run's folder (default: the newest)")
     p.add_argument("--output", metavar="FILE", help="JSON to write")
-    p.add_argument("--tasks", metavar="NAME,...", help="lm-eval's tasks (pip install lm-eval)")
+    p.add_argument("--tasks", metavar="NAME,...", help="lm-eval's tasks (pip install lm_eval)")
     p.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question of the tasks")
     p.add_argument("--limit", type=int, metavar="N", help="the first N questions of each task")
     p.add_argument("--include-path", metavar="DIR", help="a folder of tasks of your own, in lm-eval's YAML")
@@ -140,7 +140,7 @@ def run_of(source: ModelSource, flags: argparse.Namespace, rest: list[str], worl
         if flags.tasks is None and getattr(flags, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')}: is of lm-eval's tasks; add --tasks NAME,...")
     if flags.tasks is not None and importlib.util.find_spec("lm_eval") is None:
-        raise MissingPackage(f"--tasks {flags.tasks}: needs the package lm_eval; install it: pip install lm-eval")
+        raise MissingPackage(f"--tasks {flags.tasks}: needs the package lm_eval; install it: pip install lm_eval")
     settings = _of_step(source)
     settings |= _tokenizer(source, changes)
     settings |= {"skip_train": True, "eval_iters": 1}

@@ -3,6 +3,9 @@
 import hashlib
 import json
 import re
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,7 +62,7 @@ def made(gloo, tmp_path_factory) -> Path:
     (there / "whole.yaml").write_text(sets)
     (there / "apart.yaml").write_text(f"{sets}  chat: {{path: {chat}}}\n")
     (there / "train.yaml").write_text(f"sources: {{odd: {{path: {odd}, weight: 1}}}}\n")
-    (there / "ids.yaml").write_text(f"validation: {{ids: {{path: {prepared.ids(there, 'ids', [[1] * 40], 100)}}}}}\n")
+    (there / "ids.yaml").write_text(f"validation: {{ids: {{path: {prepared.ids(there, 'ids', [[1] * 40], 40)}}}}}\n")
     flags = {"mock_data": False, "data_config": str(there / "train.yaml"), "seq_length": LENGTH, "lr": 3e-3}
     flags |= {"num_experts": 8, "use_distributed_optimizer": True, "save": str(there / "steps"), "save_interval": 2}
     gloo.run(2, trained, flags=flags)
@@ -140,15 +143,19 @@ def test_the_losses_are_the_mean_over_every_predicted_token_and_the_step_stays_a
     assert sets["valid/one"]["bits_per_byte"] == pytest.approx(float(loss) / 0.6931471805599453, rel=1e-6)
 
 
-def test_an_earlier_step_another_length_and_a_published_folder_are_evaluated(gloo, made, tmp_path):
+def test_an_earlier_step_one_of_an_old_version_and_a_published_folder_are_evaluated(gloo, made, wanted, tmp_path):
     def losses(*words: str) -> dict[str, float]:
         sets = found(gloo, made, 1, *words)["sets"]
         return {name: one["loss"] for name, one in sets.items()}
 
     words = words_of(made, "whole")
     earlier = losses(*words, "--ckpt-step", "2")
-    assert earlier == losses(str(made / "steps" / "iter_0000002"), *words) != losses(*words)
-    assert found(gloo, made, 1, *words, "--seq-length", "8")["sets"]["valid/odd"]["tokens"] == 112
+    assert earlier == losses(str(made / "steps" / "iter_0000002"), *words)
+    assert earlier["valid/odd"] != wanted["whole"]["valid/odd"]["loss"]
+    with tarfile.open(Path(__file__).parents[1] / "checkpoint" / "old_step.tar.xz") as archive:
+        archive.extractall(tmp_path / "old", filter="data")
+    ids = ["--data-config", str(made / "ids.yaml"), "--tokenizer-type", "NullTokenizer"]
+    assert 0 < losses(str(tmp_path / "old"), *ids)["valid/ids"] < 10
     byte_level(tmp_path / "hf", tiny_models.VOCABULARY)
     tiny_models.make("qwen3-moe", 1, tmp_path / "hf")
     convert("hf", "native", tmp_path / "hf", tmp_path / "native")
@@ -157,6 +164,16 @@ def test_an_earlier_step_another_length_and_a_published_folder_are_evaluated(glo
     (tmp_path / "data.yaml").write_text(f"validation: {{odd: {{path: {data}}}}}\n")
     words = ["--data-config", str(tmp_path / "data.yaml"), "--seq-length", "16"]
     assert losses(str(tmp_path / "hf"), *words) == losses(str(tmp_path / "native"), *words)
+
+
+@pytest.mark.test_all(instead="tests/tools/test_evaluate.py::test_the_losses_of_every_layout_are_those_of_one_process")
+@pytest.mark.parametrize("launcher", ["-m torch.distributed.run --nproc-per-node 2 -m megatron_moe evaluate", "own"])
+def test_the_command_starts_ranks_and_prints_a_table(made, wanted, launcher):
+    words = "-m megatron_moe evaluate --nproc-per-node 2" if launcher == "own" else launcher
+    command = [sys.executable, *words.split(), str(made / "steps"), *words_of(made, "whole"), *PP2.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == list(wanted["whole"])
+    assert done.stdout.split()[-1] == "64" and "nothing is trained" in done.stderr
 
 
 REFUSED = {

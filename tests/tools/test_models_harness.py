@@ -157,4 +157,4 @@ def test_the_command_runs_tasks_on_all_ranks_and_writes_their_metrics(gloo, fold
     assert found["sets"] == {} and found["tasks"][lm_eval_stand_in.TASK]["sum,none"] < 0
     assert evaluate.table(found).splitlines()[-1].split()[:2] == ["two", "questions"]
     assert gloo.run(1, told, words=[*words, "another"]) == [2]
-    assert evaluate.main([*words, "x"]) == 2 and "pip install lm-eval" in capsys.readouterr().err
+    assert evaluate.main([*words, "x"]) == 2 and "pip install lm_eval" in capsys.readouterr().err
