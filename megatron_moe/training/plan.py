@@ -209,8 +209,8 @@ _OF_TRAINING = ("save", "ema_decay", "loss_spike_factor", "profile", "tensorboar
 def without_training(run: Run) -> Run:
     """Return what `--skip-train` makes of a run: weights alone are loaded, and nothing is saved.
 
-    All are frozen, so that neither gradients nor an optimizer's state are allocated. As in Megatron-LM, what follows a
-    run's steps (TensorBoard, W&B, MLflow) gets nothing.
+    All are frozen until the optimizer is built, so that neither gradients nor its state are allocated. As in
+    Megatron-LM, what follows a run's steps (TensorBoard, W&B, MLflow) gets nothing.
     """
     unused = set_among(run, _OF_TRAINING)
     changes: dict[str, Any] = {name: all_fields()[name].default for name in unused} | {"freeze": ("*",)}
