@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_moe.config import cli, rules
+from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world, local_world_size, rank_that_prints, require_rendezvous
 from megatron_moe.config.schema import Run
 from megatron_moe.engine import defects
@@ -101,6 +102,11 @@ def checked(argv: list[str], world_size: int, ranks_here: int | None, parse: Par
             say(table.text(run) if asked_for_table else defects.text(run, defects.engine_version()))
         return None
     rules.check(run, world_size)
+    if run.training.skip_train and not run.training.eval_iters:  # a program may have callbacks that look at the model
+        raise ConfigError(
+            "--skip-train, --eval-iters 0: nothing would be trained or evaluated; use --eval-iters 10, or drop "
+            "--skip-train"
+        )
     from megatron_moe.training.plan import check_start
 
     check_start(run, world_size, ranks_here)

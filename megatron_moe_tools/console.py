@@ -1,6 +1,6 @@
 """`megatron-moe COMMAND ...`, which is also `python -m megatron_moe COMMAND ...`: every program of the package by name.
 
-Several ranks: `megatron-moe train` starts them itself, the others by `torchrun ... -m megatron_moe COMMAND ...`.
+Several ranks: `train` and `evaluate` start them themselves, the others by `torchrun ... -m megatron_moe COMMAND ...`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "prepare": ("megatron_moe_tools.prepare.preprocess:main", "tokenize text into indexed datasets"),
     "merge": ("megatron_moe_tools.prepare.merge:main", "join indexed datasets into one"),
     "convert": ("megatron_moe_tools.convert.cli:main", "convert checkpoints from and to Hugging Face and Megatron-LM"),
+    "evaluate": ("megatron_moe_tools.evaluate:main", "evaluate a step on validation sets and lm-eval's tasks"),
     "generate": ("megatron_moe_tools.generate:main", "continue a prompt with a checkpoint"),
     "inspect": ("megatron_moe_tools.inspect:main", "list, verify, compare and prune checkpoints"),
     "plan": ("megatron_moe_tools.plan.cli:main", "compute memory, traffic and speed of a layout"),

@@ -216,25 +216,31 @@ def _example(name: str) -> str:
 PACKAGE_ROOT = Path(megatron_moe.__file__).resolve().parents[1]
 # Python would search the folder first in which it was started, and a rank's would win over the installed package.
 _RANK = (
-    "import sys; sys.path[0] = sys.argv.pop(1); "
-    "from megatron_moe_tools.pretrain import main; sys.exit(main(sys.argv[1:]))"
+    "import sys; from importlib import import_module; sys.path[0] = sys.argv.pop(1); "
+    "sys.exit(import_module(sys.argv.pop(1)).main(sys.argv[1:]))"
 )
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _POLL_SECONDS = 0.2
 
 
-def start(options: LaunchOptions, flags: Sequence[str]) -> int:
+def start(
+    options: LaunchOptions, flags: Sequence[str], name: str = launched.LAUNCHER, module: str = run_rank.__module__
+) -> int:
     """Run the ranks of this node to their end and return the exit status; say once why they ended, if no rank has.
 
     Signals go to the ranks, which decide what to do: there is no limit on how long a checkpoint may take.
+
+    Args:
+        name: the command, of two words.
+        module: its `main` is what a rank runs.
     """
     folder = Path(tempfile.mkdtemp(prefix="megatron-moe-"))
     os.environ[launched.FOLDER] = str(folder)
-    os.environ[launched.COMMAND] = shlex.join([*launched.LAUNCHER.split(), *options.words, *flags])
+    os.environ[launched.COMMAND] = shlex.join([*name.split(), *options.words, *flags])
     # torch sets it with a warning of five lines.
     if options.nproc_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    agent = _Agent(options, flags, folder)
+    agent = _Agent(options, [module, *flags], folder)
     try:
         with ExitStack() as stack:
             for number in PASSED_ON:
@@ -250,7 +256,7 @@ def start(options: LaunchOptions, flags: Sequence[str]) -> int:
                     break
                 if options.nnodes > 1 and waiting.is_due():
                     note(
-                        f"{launched.LAUNCHER}: waiting for the other nodes of --nnodes {options.nnodes}, which meet at "
+                        f"{name}: waiting for the other nodes of --nnodes {options.nnodes}, which meet at "
                         f"{options.where}, for {waiting.seconds:.0f} s"
                     )
             if agent.raised is not None:
@@ -260,7 +266,7 @@ def start(options: LaunchOptions, flags: Sequence[str]) -> int:
             problem = f"ended by {signal_name(agent.first_signal)} before its ranks were started"
             ending = replace(ending, problem=problem)
         if text := ending.text(folder):
-            note(f"{launched.LAUNCHER}: {text}")
+            note(f"{name}: {text}")
     finally:
         del os.environ[launched.FOLDER], os.environ[launched.COMMAND]
         # What stays are reports of a fault that nothing else has.

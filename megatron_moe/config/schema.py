@@ -456,13 +456,12 @@ class DerivedSettings:
     def training_bytes(self, padded_vocab: int) -> int:
         """Return the least bytes of training over all ranks: of weights, gradients, main weights and moments."""
         width = 4 if self.params_dtype_name == "float32" else 2
-        if self._run.optimizer.freeze:  # gradients and moments of some; the weights of all
-            return width * self.parameter_count(padded_vocab)
         numel = self.parameter_count(padded_vocab)
+        if self._run.optimizer.freeze or self._run.training.skip_train:  # gradients and moments of some or of none
+            return width * numel
         gradient = 4 if self.grads_in_fp32 else width
         main_weights, average = self.main_weight_bytes(numel, width), self.average_bytes(numel)
-        moments = 0 if self._run.training.skip_train else self.moment_bytes(numel, numel)
-        return (width + gradient) * numel + main_weights + moments + average
+        return (width + gradient) * numel + main_weights + self.moment_bytes(numel, numel) + average
 
     @property
     def packs_main_weights(self) -> bool:

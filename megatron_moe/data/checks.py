@@ -82,12 +82,17 @@ class Sources:
         return round(ends[split] * num_sequences), round(ends[split + 1] * num_sequences)
 
 
-def read_sources(data: DataConfig) -> Sources:
+def sources_of(run: Run) -> Sources:
+    """Return the sources of a run; with `--skip-train` those named by a file are its validation sets alone."""
+    return read_sources(run.data, trains=not run.training.skip_train)
+
+
+def read_sources(data: DataConfig, trains: bool = True) -> Sources:
     """Return the sources that the data flags name, which `config/rules/sources.py` has checked."""
     if data.mock_data or data.program_data:
         return Sources(mock=True)
     if data.data_config is not None:
-        return Sources(named=read_data_config(data.data_config))
+        return Sources(named=read_data_config(data.data_config, trains))
     if data.data_path:
         return Sources(blend=_blend(data.data_path), split=data.split if data.split is not None else DEFAULT_SPLIT)
     train, valid, test = map(_blend, (data.train_data_path, data.valid_data_path, data.test_data_path))
@@ -138,7 +143,7 @@ def check_data(run: Run, tokenizer: Tokenizer, *, deep: bool | None = None) -> l
         ConfigError: something is wrong; the message names the first problem.
     """
     deep = os.environ.get("RANK", "0") == "0" if deep is None else deep
-    sources = read_sources(run.data)
+    sources = sources_of(run)
     limit, model = run.model.vocab_size or tokenizer.vocab_size, run.checkpoint.load_hf
     if limit < tokenizer.vocab_size:
         where, way = f"--vocab-size {limit}", "leave it out to use the tokenizer's"
@@ -385,7 +390,7 @@ def data_fingerprint(run: Run, *, deep: bool | None = None) -> Fingerprint:
         deep: whether files may be read; default: only in the process of rank 0.
     """
     deep = os.environ.get("RANK", "0") == "0" if deep is None else deep
-    sources = read_sources(run.data)
+    sources = sources_of(run)
     prefixes = [] if sources.mock else sources.prefixes()
     with_bin = within_verify_limit(run, prefixes)
     found: Fingerprint = {}
@@ -409,7 +414,7 @@ def data_fingerprint(run: Run, *, deep: bool | None = None) -> Fingerprint:
 
 def chat_template(run: Run) -> str | None:
     """Return the template by which the run's conversations were written; None without any, or of several templates."""
-    sources = read_sources(run.data)
+    sources = sources_of(run)
     sidecars = [] if sources.mock else map(read_sidecar, sources.prefixes())
     found = {sidecar.chat["template"] for sidecar in sidecars if sidecar is not None and sidecar.chat}
     return found.pop() if len(found) == 1 else None

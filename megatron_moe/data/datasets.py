@@ -39,7 +39,7 @@ from torch.utils.data import Dataset
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.data.batches import DOCUMENTS, stage_reads
-from megatron_moe.data.checks import SPLITS, Blend, cache_folder, hashing, read_sources, require_sequence
+from megatron_moe.data.checks import SPLITS, Blend, cache_folder, hashing, require_sequence, sources_of
 from megatron_moe.data.index_file import MASK, read_sidecar
 from megatron_moe.data.mixture import Mixture, Named, ValidationSet
 from megatron_moe.data.packing import Packing, pack, part_sizes
@@ -515,7 +515,7 @@ def build_datasets(
         ConfigError: the data flags are wrong, or a split has no full sequence.
     """
     samples = (train_samples, valid_samples, test_samples)
-    sources = read_sources(run.data)
+    sources = sources_of(run)
     if not sources.mock:
         for split in range(len(SPLITS)):
             if samples[split] > 0:
@@ -566,13 +566,13 @@ def build_named(
         first: samples that the run has read before.
         saved: what the checkpoint keeps of the sources there (`Mixture.state`).
     """
-    named = read_sources(run.data).named
+    named = sources_of(run).named
     assert named is not None, "there is a file of --data-config"
     wanted: list[Named] = [*(named.sources if train_samples else ())]
     wanted += named.validation if batch_samples else ()
     members: list[SourceSamples] = []
     for one in wanted:
-        cache = os.path.join(cache_folder(run, read_sources(run.data)), name_of_cache(list(one.prefixes)))
+        cache = os.path.join(cache_folder(run, sources_of(run)), name_of_cache(list(one.prefixes)))
         seed = named_seed(run.training.seed, one.name)
         part = int(isinstance(one, ValidationSet) and one.split is not None)
         found = []

@@ -107,8 +107,8 @@ class NamedData:
         return list(dict.fromkeys(prefix for one in every for prefix in one.prefixes))
 
 
-def read_data_config(path: str) -> NamedData:
-    """Read a file of `--data-config`.
+def read_data_config(path: str, trains: bool = True) -> NamedData:
+    """Read a file of `--data-config`; `trains`: whether its sources are read, which need not be there otherwise.
 
     Raises:
         ConfigError: naming file, source, key and value, and what works.
@@ -118,7 +118,7 @@ def read_data_config(path: str) -> NamedData:
     _require_keys(where, document, ("sources", "validation"))
     sources, sets = [], []
     data: dict[str, Any]
-    for name, place, entry in _entries(where, document, "sources"):
+    for name, place, entry in _entries(where, document, "sources") if trains else ():
         _require_keys(place, entry, ("path", "weight", "split", "epochs", "when_done"))
         epochs, when_done = entry.get("epochs"), entry.get("when_done", REPEAT if "epochs" not in entry else DROP)
         if when_done not in (STOP, REPEAT, DROP):

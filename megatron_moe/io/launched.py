@@ -1,4 +1,4 @@
-"""What a rank and the launcher of `megatron-moe train` agree on: a folder for what is to be said once.
+"""What a rank and the launcher of `megatron-moe train` or `evaluate` agree on: a folder for what is to be said once.
 
 The launcher makes the folder, names it to its ranks in the environment, and reads it when they have ended. Under
 torchrun, or without a launcher, there is none.
@@ -23,12 +23,15 @@ REPORTED, CONCLUSION = "reported.txt", "conclusion.txt"
 """Files there: that a rank has printed why the run ended, and the watchdog's conclusion, which the launcher prints."""
 
 LAUNCHER = "megatron-moe train"
+"""The command that starts ranks, unless `COMMAND` begins with another one."""
 FIRST_NOTE_SECONDS = 10.0
 
 
 def name() -> str:
     """Return the program's name for messages: the launcher's if it started this process, else what the user started."""
-    return LAUNCHER if FOLDER in os.environ else program_name(SCRIPT)
+    if FOLDER not in os.environ:
+        return program_name(SCRIPT)
+    return " ".join(os.environ.get(COMMAND, LAUNCHER).split()[:2])
 
 
 def command() -> str:

@@ -22,9 +22,11 @@ from megatron_moe.config.schema import Run
 from megatron_moe.engine.modules import fp32_parameters
 from megatron_moe.engine.schedules import get_attr_wrapped_model, get_forward_backward_func
 from megatron_moe.model.attention import SDPACoreAttention, attend_with_last
+from megatron_moe.model.cross_entropy import cross_entropy
 from megatron_moe.model.mla import LatentAttention, rotated
 from megatron_moe.parallel.collectives import all_gather_rows
 from megatron_moe.parallel.sequence import context_parallel_slice, holder
+from megatron_moe.platform.protocols import ProcessGroups
 
 Chunks = Sequence[torch.nn.Module]
 
@@ -78,13 +80,66 @@ def next_token_logits(chunks: Chunks, tokens: Tensor, position: int) -> Tensor:
     """
     groups = get_attr_wrapped_model(chunks[0], "pg_collection")
     batch, length = tokens.shape
-    # The interleaved schedule needs as many micro-batches as stages: the same one is repeated, the first result used.
-    repeats = groups.pp.size() if len(chunks) > 1 else 1
     # One of the ranks that share the sequence has the position; the others' logits are of another, and not used.
     cp_rank, index = holder(position, length, groups.cp.size())
+    own = _forward(chunks, tokens, groups, lambda logits: logits[:, index])
+    if own is not None:
+        logits = all_gather_rows(own.float().t(), groups.tp).t().contiguous()
+    else:
+        logits = torch.empty(batch, get_attr_wrapped_model(chunks[0], "vocab_size"), device=tokens.device)
+    if groups.pp.size() > 1:
+        dist.broadcast(logits, dist.get_global_rank(groups.pp, groups.pp.size() - 1), group=groups.pp)
+    if groups.cp.size() > 1:
+        dist.broadcast(logits, dist.get_global_rank(groups.cp, cp_rank), group=groups.cp)
+    return logits
+
+
+def token_scores(chunks: Chunks, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each label, and the likeliest token in its place.
+
+    The ranks of one replica of the model call it together. The model is in evaluation mode meanwhile.
+
+    Args:
+        chunks, tokens: see `next_token_logits`.
+        labels: [B, S] int64 on the device, the tokens that are asked for after those of `tokens`.
+
+    Returns:
+        [B, S] fp64 (fp32's values), in nats, and [B, S] int64; the same on every rank of the replica.
+    """
+    groups = get_attr_wrapped_model(chunks[0], "pg_collection")
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    if groups.cp.size() > 1:
+        places = context_parallel_slice(places, groups.cp.rank(), groups.cp.size())
+
+    def scored(logits: Tensor) -> Tensor:
+        flat = logits.flatten(0, 1).contiguous()
+        losses = cross_entropy(flat, labels[:, places].flatten(), groups.tp)
+        best, ids = flat.max(dim=1)
+        best, ids = (all_gather_rows(own[None], groups.tp) for own in (best, ids + groups.tp.rank() * flat.shape[1]))
+        likeliest = ids.gather(0, best.argmax(dim=0, keepdim=True))[0]  # of equal ones the first id
+        return torch.stack((-losses.double(), likeliest.double())).unflatten(1, logits.shape[:2])
+
+    # Every place is one rank's, and nothing is added to it: sums are exact.
+    scores = torch.zeros(2, *tokens.shape, dtype=torch.float64, device=tokens.device)
+    own = _forward(chunks, tokens, groups, scored)
+    if own is not None:
+        scores[:, :, places] = own
+    for group in (groups.cp, groups.pp):
+        if group.size() > 1:
+            dist.all_reduce(scores, group=group)
+    return scores[0], scores[1].long()
+
+
+def _forward(
+    chunks: Chunks, tokens: Tensor, groups: ProcessGroups, of_logits: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """Return what a function makes of this rank's logits [B, S / CP, V / TP]; None before the last stage."""
+    batch, length = tokens.shape
+    # The interleaved schedule needs as many micro-batches as stages: the same one is repeated, the first result used.
+    repeats = groups.pp.size() if len(chunks) > 1 else 1
     with evaluation(chunks):
         outputs = get_forward_backward_func()(
-            forward_step_func=lambda batches, chunk: (chunk(*next(batches)), lambda logits, **_: logits[:, index]),
+            forward_step_func=lambda batches, chunk: (chunk(*next(batches)), lambda logits, **_: of_logits(logits)),
             data_iterator=[_micro_batches(tokens, repeats, groups.cp) for _ in chunks],
             model=list(chunks),
             num_microbatches=repeats,
@@ -93,15 +148,7 @@ def next_token_logits(chunks: Chunks, tokens: Tensor, position: int) -> Tensor:
             forward_only=True,
             collect_non_loss_data=True,
         )
-    if outputs:
-        logits = all_gather_rows(outputs[0].float().t(), groups.tp).t().contiguous()
-    else:
-        logits = torch.empty(batch, get_attr_wrapped_model(chunks[0], "vocab_size"), device=tokens.device)
-    if groups.pp.size() > 1:
-        dist.broadcast(logits, dist.get_global_rank(groups.pp, groups.pp.size() - 1), group=groups.pp)
-    if groups.cp.size() > 1:
-        dist.broadcast(logits, dist.get_global_rank(groups.cp, cp_rank), group=groups.cp)
-    return logits
+    return outputs[0] if outputs else None
 
 
 def generate(

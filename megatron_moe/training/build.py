@@ -205,6 +205,9 @@ def _build_and_load(planned: RunPlan, ranks: RunRanks, parts: ProgramParts) -> L
     guard = PrecisionGuard()
     model = build_model(run, ranks.pg_collection, planned.vocab_size, guard=guard, token_loss=parts.loss)
     optimizer = build_optimizer(run, model, ranks.pg_collection, parts.optimizer)
+    if run.training.skip_train:  # frozen so far; torch's kernels differ in bits for weights that require no gradient
+        for chunk in model:
+            chunk.requires_grad_()
     scheduler, average = build_scheduler(run, optimizer), None
     if run.optimizer.ema_decay is not None:
         average = WeightAverage(run.optimizer.ema_decay, model, optimizer)

@@ -41,18 +41,13 @@ def evaluate(
 
     Args:
         batches: one iterator of micro-batches per model chunk.
-        in_fp32: compute all in fp32, with the model's weights as they are: the loss of an fp32 model of their values.
+        in_fp32: see `evaluation_mode`.
         between: called on all ranks together about once a second; what it raises ends the evaluation, and leaves the
             model as it was. None: the micro-batches run as one schedule.
     """
     begin = time.perf_counter()
     losses: list[dict[str, torch.Tensor]] = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(evaluation_mode(model))  # first: fp32 copies are made of the gathered parameters
-        if in_fp32:
-            stack.enter_context(configured_in_fp32(model))
-            stack.enter_context(fp32_weights(model))
-        stack.enter_context(without_autocast(platform.device().type))
+    with evaluation_mode(model, in_fp32):
         for size in _rounds(num_micro_batches, pg_collection.pp.size(), between):
             losses += get_forward_backward_func()(
                 forward_step_func=forward_step,
@@ -92,9 +87,18 @@ def _rounds(num_micro_batches: int, stages: int, between: Callable[[], None] | N
 
 
 @contextlib.contextmanager
-def evaluation_mode(model: Model) -> Iterator[None]:
-    """Gather all parameters and run the block in evaluation mode without gradients; restore training mode."""
-    with gathered_parameters(model), configured(model, timers=None), torch.no_grad():
+def evaluation_mode(model: Model, in_fp32: bool = False) -> Iterator[None]:
+    """Gather all parameters and run the block in evaluation mode without gradients; restore training mode.
+
+    in_fp32: compute all in fp32, with the model's weights as they are: the loss of an fp32 model of their values.
+    """
+    with contextlib.ExitStack() as stack:
+        for context in (gathered_parameters(model), configured(model, timers=None), torch.no_grad()):
+            stack.enter_context(context)
+        if in_fp32:  # after the parameters are gathered, of which copies are made
+            stack.enter_context(configured_in_fp32(model))
+            stack.enter_context(fp32_weights(model))
+        stack.enter_context(without_autocast(platform.device().type))
         for chunk in model:
             chunk.eval()
         try:

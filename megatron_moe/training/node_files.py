@@ -24,7 +24,7 @@ from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import local_world_size
 from megatron_moe.config.schema import Run
-from megatron_moe.data.checks import cache_folder, read_sources
+from megatron_moe.data.checks import cache_folder, sources_of
 from megatron_moe.data.index_file import sidecar_path
 from megatron_moe.parallel.groups import RankFacts, host_group
 from megatron_moe.training.plan import RunPlan
@@ -151,7 +151,7 @@ def shared_folders(run: Run) -> Iterator[tuple[str, Path]]:
     """Yield the folders that rank 0 writes and other nodes read, each with the flag that names it."""
     if run.checkpoint.save is not None:
         yield f"--save {run.checkpoint.save}", Path(run.checkpoint.save)
-    sources = read_sources(run.data)
+    sources = sources_of(run)
     if not sources.mock:
         cache = cache_folder(run, sources)
         given = run.data.data_cache_path is not None

@@ -162,13 +162,14 @@ def check_start(run: Run, world_size: int, ranks_here: int | None) -> None:
     # The hidden states of one micro-batch, which every training step has in memory.
     width = 4 if run.derived.params_dtype_name == "float32" else 2
     needed += run.training.micro_batch_size * run.model.seq_length * run.model.hidden_size * width
+    held = "" if run.training.skip_train else " with gradients and optimizer state"
     if needed > there:
         raise ConfigError(
             f"--num-layers {run.model.num_layers}, --hidden-size {run.model.hidden_size}: "
-            f"{run.derived.parameter_count(padded):,} parameters with gradients and optimizer state, and the hidden "
-            f"states of one micro-batch, --micro-batch-size {run.training.micro_batch_size} x --seq-length "
-            f"{run.model.seq_length}, take {size_text(needed)} and this machine has {size_text(there)}; use a smaller "
-            "model (--preset tiny), or see what it takes with megatron-moe plan"
+            f"{run.derived.parameter_count(padded):,} parameters{held}, and the hidden states of one micro-batch, "
+            f"--micro-batch-size {run.training.micro_batch_size} x --seq-length {run.model.seq_length}, take "
+            f"{size_text(needed)} and this machine has {size_text(there)}; use a smaller model (--preset tiny), or see "
+            "what it takes with megatron-moe plan"
         )
 
 
@@ -243,10 +244,11 @@ _OF_TRAINING = (
 def without_training(run: Run) -> Run:
     """Return what `--skip-train` makes of a run: weights alone are loaded, and nothing is saved.
 
-    As in Megatron-LM, what follows a run's steps (TensorBoard, W&B, MLflow) gets nothing.
+    All are frozen until the optimizer is built, so that neither gradients nor its state are allocated. As in
+    Megatron-LM, what follows a run's steps (TensorBoard, W&B, MLflow) gets nothing.
     """
     unused = set_among(run, _OF_TRAINING)
-    changes: dict[str, Any] = {name: all_fields()[name].default for name in unused}
+    changes: dict[str, Any] = {name: all_fields()[name].default for name in unused} | {"freeze": ("*",)}
     if run.checkpoint.load is not None:
         changes |= {"no_load_optim": True, "no_load_rng": True}
     alone = replace_settings(run, **changes)

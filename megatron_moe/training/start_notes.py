@@ -58,7 +58,7 @@ def report_start(trainer: Trainer) -> None:
             kernels = [f"CPU kernels: torch's operations, not C ({reason})"]
     warnings = {*trainer.precision_warnings, *trainer.checkpoint_warnings}
     frozen = []
-    if patterns := run.optimizer.freeze:
+    if (patterns := run.optimizer.freeze) and not run.training.skip_train:
         number, every = count_frozen(trainer.trained.model, trainer.trained.pg_collection), facts["parameters"]
         frozen.append(
             f"--freeze {' '.join(patterns)}: {number:,} of {every:,} parameters are frozen: no gradient, no "

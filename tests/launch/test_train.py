@@ -121,7 +121,7 @@ def test_a_launcher_that_waits_for_other_nodes_ends_at_a_signal(rank_parent, tmp
 
 
 def test_a_rank_is_a_process_that_trains():
-    program = [sys.executable, "-c", train._RANK, str(ROOT), "--help"]
+    program = [sys.executable, "-c", train._RANK, str(ROOT), "megatron_moe_tools.pretrain", "--help"]
     shown = subprocess.run(program, cwd="/", capture_output=True, text=True, check=True).stdout
     assert shown.startswith("usage: pretrain_moe.py")
 

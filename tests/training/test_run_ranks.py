@@ -68,6 +68,24 @@ def test_after_many_steps_and_a_reload_the_bias_has_the_bits_of_the_counts(gloo,
             assert bias == expected[layer].tolist()
 
 
+def skipped(flags: dict[str, Any]) -> dict[str, Any]:
+    """The summary of a run with --skip-train, with how many tensors of gradients and of an optimizer it had."""
+    from megatron_moe.optim.optimizer import optimizer_tensors
+    from megatron_moe.training.callback import Callback
+
+    found: list[Any] = []
+
+    class Looking(Callback):
+        def before_training(self) -> None:
+            state = self.trainer.trained
+            gradients = [
+                p for chunk in state.model for p in chunk.parameters() if getattr(p, "main_grad", None) is not None
+            ]
+            found.extend([*gradients, *optimizer_tensors(state.optimizer)])
+
+    return {**trained(flags, Looking()), "training tensors": len(found)}
+
+
 def test_skip_train_evaluates_both_splits_as_the_training_did_on_every_layout_and_writes_no_step(gloo, tmp_path):
     root, metrics = tmp_path / "c", tmp_path / "c" / "metrics.jsonl"
     prefix = ids(tmp_path, "text", [[(place * step) % 90 for place in range(40)] for step in range(1, 21)], 100)
@@ -79,7 +97,8 @@ def test_skip_train_evaluates_both_splits_as_the_training_did_on_every_layout_an
     flags |= {"load": str(root), "skip_train": True, "train_iters": 20, "ema_decay": 0.9}
     spread = {**TP2, **EP2, **DISTRIBUTED, "expert_tensor_parallel_size": 1}
     for layout in ({}, spread, PP2, ZERO_3):
-        found = gloo.run(2 if layout else 1, trained, flags={**flags, **layout})[0]
+        found = gloo.run(2 if layout else 1, skipped, flags={**flags, **layout})[0]
+        assert found["training tensors"] == 0
         for split in ("valid_loss", "test_loss"):
             assert found[split] == pytest.approx(wanted[split], rel=1e-6 if layout else 0), layout
         assert (found["iterations"], found["checkpoint"]) == (3, None)

@@ -53,12 +53,6 @@ refuse(
     needs=FILES,
 )
 refuse(
-    "a_run_without_training_evaluates",
-    ("skip_train", "eval_iters"),
-    "nothing would be trained or evaluated; use --eval-iters 10 or drop --skip-train",
-    when=lambda run: run.training.skip_train and run.training.eval_iters == 0,
-)
-refuse(
     "a_run_without_training_has_no_step",
     ("skip_train",),
     "there is no step to trace; keep one of the two",
