@@ -41,8 +41,8 @@ from megatron_moe.report.sink import Sink
 from megatron_moe.training.plan import check_start
 from megatron_moe.training.signals import die_with_launcher
 from megatron_moe_tools import compat
+from megatron_moe_tools.launch.node_ranks import split, start
 from megatron_moe_tools.models.source import PRECISION_FLAGS, ModelSource, beginning_of_text, companions_folder, locate
-from megatron_moe_tools.train import split, start
 
 NAME = "megatron-moe evaluate"
 

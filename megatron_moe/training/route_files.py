@@ -198,8 +198,8 @@ class FoundRoutes:
     """
 
     def __init__(self, samples: Sequence[int], layers: Sequence[int], shape: RouteShape) -> None:
-        self.samples = {number: place for place, number in enumerate(samples)}
-        self.layers = {number: place for place, number in enumerate(layers)}
+        self.samples = dict(zip(samples, range(len(samples))))
+        self.layers = dict(zip(layers, range(len(layers))))
         self.recorded = numpy.zeros((len(samples), shape.seq_length, len(layers)), bool)
         self.routes = numpy.zeros((*self.recorded.shape, shape.topk), numpy.int16)
         self.routes[...] = numpy.arange(shape.topk)
@@ -285,7 +285,9 @@ class RouteFiles:
         """
         if not self._of_sample.keys() >= set(samples):
             self._look()
-        files = {file for sample in samples for file in self._of_sample.get(sample, ())}
+        files: set[Path] = set()
+        for sample in samples:
+            files.update(self._of_sample.get(sample, ()))
         found, kept = FoundRoutes(samples, layers, self.shape), self._parts
         self._parts = {}  # a file may have the samples of several steps
         for file in sorted(files):

@@ -15,8 +15,8 @@ from megatron_moe import pretrain
 from megatron_moe.config import rules
 from megatron_moe.config.presets import PRESETS
 from megatron_moe_tools import compat, slurm
-from megatron_moe_tools import train as launch_options
 from megatron_moe_tools.doctor import cli as doctor_cli
+from megatron_moe_tools.launch import node_ranks as launch_options
 from megatron_moe_tools.plan import cli as planning_cli
 from megatron_moe_tools.preflight import cli as preflight_cli
 from megatron_moe_tools.prepare import preprocess as prepare_cli

@@ -84,7 +84,7 @@ WRITING_BY_HAND = {
 }
 
 LONGEST_TOOL = 30
-ENTRIES_OF_TOOLS = ("api", "console", "evaluate", "pretrain", "train", "slurm")
+ENTRIES_OF_TOOLS = ("api", "console", "pretrain", "train", "slurm")
 
 
 def imports(*folders: str) -> Iterator[tuple[Path, str, int]]:

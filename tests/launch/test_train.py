@@ -15,6 +15,7 @@ import pytest
 
 from megatron_moe.io import launched
 from megatron_moe_tools import train
+from megatron_moe_tools.launch import node_ranks
 from tests.helpers.ranks import ROOT, Child, RankParent
 
 PATIENCE = 600.0
@@ -32,7 +33,7 @@ while os.getppid() == launcher:
 
 
 def with_light_ranks(argv: list[str]) -> int:
-    train._RANK = LIGHT_RANK
+    node_ranks._RANK = LIGHT_RANK
     launched.FIRST_NOTE_SECONDS = 0.0
     tempfile.tempdir = None  # as TMPDIR says
     return train.main(argv)
@@ -121,7 +122,7 @@ def test_a_launcher_that_waits_for_other_nodes_ends_at_a_signal(rank_parent, tmp
 
 
 def test_a_rank_is_a_process_that_trains():
-    program = [sys.executable, "-c", train._RANK, str(ROOT), "megatron_moe_tools.pretrain", "--help"]
+    program = [sys.executable, "-c", node_ranks._RANK, str(ROOT), "megatron_moe_tools.pretrain", "--help"]
     shown = subprocess.run(program, cwd="/", capture_output=True, text=True, check=True).stdout
     assert shown.startswith("usage: pretrain_moe.py")
 

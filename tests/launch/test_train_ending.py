@@ -4,7 +4,7 @@ import signal
 from types import SimpleNamespace
 
 from megatron_moe.io import launched
-from megatron_moe_tools.train import Ending, RankEnd, of_failures
+from megatron_moe_tools.launch.node_ranks import Ending, RankEnd, of_failures
 
 
 def failure(status: int, timestamp: int = 0) -> SimpleNamespace:

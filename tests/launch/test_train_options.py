@@ -6,7 +6,7 @@ import pytest
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.platform import host
-from megatron_moe_tools import train
+from megatron_moe_tools.launch import node_ranks
 from tests.helpers.ranks import Child
 
 
@@ -18,10 +18,10 @@ def test_every_option_of_torchrun_is_taken_or_refused_with_a_reason():
         for action in get_args_parser()._actions
         if action.option_strings and action.dest != "help"
     }
-    assert takes_value.keys() <= train.TAKEN.keys() | set(train.REFUSED)
-    assert not train.TAKEN.keys() & set(train.REFUSED)
-    for name in takes_value.keys() & train.TAKEN.keys():
-        assert (train.TAKEN[name] != train.SWITCH) == takes_value[name], name
+    assert takes_value.keys() <= node_ranks.TAKEN.keys() | set(node_ranks.REFUSED)
+    assert not node_ranks.TAKEN.keys() & set(node_ranks.REFUSED)
+    for name in takes_value.keys() & node_ranks.TAKEN.keys():
+        assert (node_ranks.TAKEN[name] != node_ranks.SWITCH) == takes_value[name], name
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_every_option_of_torchrun_is_taken_or_refused_with_a_reason():
     ],
 )
 def test_the_ranks_are_counted_and_the_flags_left(words, environment, world_size):
-    launch, flags = train.split(words.split(), environment)
+    launch, flags = node_ranks.split(words.split(), environment)
     assert (launch and launch.world_size, flags) == (world_size, ["--preset", "tiny"])
 
 
@@ -46,21 +46,21 @@ def test_the_ranks_are_counted_and_the_flags_left(words, environment, world_size
 )
 def test_gpu_and_cpu_are_counted_here(monkeypatch, word, devices, ranks):
     monkeypatch.setattr(host, "visible_devices", lambda: devices)
-    launch, _ = train.split(["--nproc-per-node", word], {})
+    launch, _ = node_ranks.split(["--nproc-per-node", word], {})
     assert launch is not None and launch.world_size == ranks and f"--nproc-per-node={ranks}" in launch.words
 
 
 @pytest.mark.parametrize("option", ["--numa-binding=foo", "--redirects=foo"])
 def test_a_value_that_torch_refuses_is_a_mistake(option):
-    launch, _ = train.split([option, "--nproc-per-node", "1"], {})
+    launch, _ = node_ranks.split([option, "--nproc-per-node", "1"], {})
     assert launch is not None
     with pytest.raises(ConfigError, match=f"launch options {option}"):
-        train.start(launch, [])
+        node_ranks.start(launch, [])
 
 
 def test_a_rank_does_not_launch():
     with pytest.raises(ConfigError, match="RANK=1"):
-        train.split(["--nproc-per-node", "2"], {"RANK": "1"})
+        node_ranks.split(["--nproc-per-node", "2"], {"RANK": "1"})
 
 
 def test_a_dry_run_of_several_nodes_needs_none_of_them(rank_parent, tmp_path):
