@@ -125,8 +125,8 @@ VISITS: dict[str, tuple[str, dict[str, Plant]]] = {
         ),
         "expert_bias is rounded to the model's dtype": Plant(
             "training/finalize_model_grads.py",
-            "(updated_expert_bias(bias, count.kept + count.dropped, rate, center))",
-            "(updated_expert_bias(bias, count.kept + count.dropped, rate, center).to(router.weight.dtype))",
+            "(updated_expert_bias(bias, requested, rate, center))",
+            "(updated_expert_bias(bias, requested, rate, center).to(router.weight.dtype))",
             "bf16-against-fp32", ("expert_bias decoder.layers.0", "expert_bias decoder.layers.1"),
             spared=("token counts", "gradient"),
         ),

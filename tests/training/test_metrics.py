@@ -34,6 +34,7 @@ UPDATE = RouterUpdate(
     expert_bias=(torch.tensor([0.1, -0.4, 0.0, 0.2]), None),
     aux_losses=({"aux_loss": torch.tensor(1.0)}, {"aux_loss": torch.tensor(3.0), "z_loss": torch.tensor(5.0)}),
     dropped_per_expert=(None, torch.tensor([3, 1, 0, 0])),
+    bias_error=(torch.tensor(0.25), None),
 )
 ONE_STAGE = SimpleNamespace(pp=SimpleNamespace(size=lambda: 1))
 RUN = build({**PRESETS["tiny"], "train_iters": 100, "peak_tflops": 2.0})
@@ -67,12 +68,18 @@ def staged() -> list[dict]:
     rank = torch.distributed.get_rank()
     mine = RouterUpdate(*(tuple(field[rank : rank + 1]) for field in vars(UPDATE).values()))
     load = expert_load(mine, SimpleNamespace(pp=torch.distributed.group.WORLD))
-    return [load.tokens_per_expert, load.expert_bias_max, load.aux_losses, load.dropped_per_expert]
+    return [
+        load.tokens_per_expert,
+        load.expert_bias_max,
+        load.aux_losses,
+        load.dropped_per_expert,
+        load.expert_bias_error,
+    ]
 
 
 def test_the_layers_of_all_pipeline_stages_are_told(gloo):
     whole = expert_load(UPDATE, ONE_STAGE)
-    expected = [whole.tokens_per_expert, whole.expert_bias_max, whole.aux_losses, whole.dropped_per_expert]
+    expected = [whole.tokens_per_expert, whole.expert_bias_max, whole.aux_losses, whole.dropped_per_expert, 0.25]
     assert gloo.run(2, staged) == [expected, expected]
 
 
