@@ -191,6 +191,10 @@ FAULTS: dict[str, Planted] = {
     "router": (Detached, LAYER + "mlp.router.weight", checks.NO_GRADIENT, ()),
     "experts": (Detached, PREDICTED + "mlp.experts.weight2", checks.NO_GRADIENT, ()),
     "prediction": (Detached, "mtp.layers.0.eh_proj.weight", checks.NO_GRADIENT, ()),
+    "table": (Detached, "embedding.word_embeddings.weight", checks.NO_GRADIENT, ()),
+    "dense": (Detached, "decoder.layers.0.mlp.linear_fc1.weight", checks.NO_GRADIENT, ()),
+    "latent norm": (Detached, LAYER + "self_attention.kv_layernorm.weight", checks.NO_GRADIENT, ()),
+    "norm of prediction": (Detached, "mtp.layers.0.enorm.weight", checks.NO_GRADIENT, ()),
     "zero input": (
         ZeroInput,
         PREDICTED + "mlp.shared_experts.gate_weight",
@@ -200,9 +204,12 @@ FAULTS: dict[str, Planted] = {
     "callback": (Zeroed, "output_layer.weight", checks.NO_GRADIENT, ()),
     "negative": (Negative, "decoder.layers.0.self_attention.linear_kv_up_proj.weight", checks.NO_GRADIENT, None),
     "no gradient": (RequiresNone, LAYER + "input_layernorm.weight", checks.NOT_TRAINABLE, ()),
+    "frozen": (RequiresNone, PREDICTED + "self_attention.linear_proj.weight", checks.NOT_TRAINABLE, ()),
+    "router's group": (LeftOut, PREDICTED + "mlp.router.weight", checks.NOT_OPTIMIZED, ()),
     "group": (LeftOut, "decoder.layers.0.mlp.linear_fc2.weight", checks.NOT_OPTIMIZED, ()),
     "copy": (NotCopied, "decoder.final_layernorm.weight", checks.NOT_STORED, ()),
     "stays": (Stays, "decoder.layers.0.self_attention.linear_proj.weight", checks.NOT_MOVED, ()),
+    "norm copy": (NotCopied, LAYER + "pre_mlp_layernorm.weight", checks.NOT_STORED, ()),
     "one expert": (ZeroedExpert, ROUTED + "1", checks.NO_GRADIENT_OF_EXPERT, (ROUTED + "1 (experts 5)",)),
     "no token": (NeverChosen, ROUTED + "2", checks.NO_TOKEN, (ROUTED + "1 (experts 3)", ROUTED + "2 (experts 3)")),
     "late token": (ChosenLater, ROUTED + "2", checks.NO_TOKEN, None),
@@ -267,7 +274,7 @@ def test_a_flat_shard_is_cut_where_experts_begin():
 LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "one rank": (1, {}, [*FAULTS]),
     "DP4 x EP2, ZeRO 1": (4, {**EP2, **DISTRIBUTED}, [*FAULTS]),
-    "DP4 x EP2, ZeRO 3": (4, {**EP2, **ZERO_3}, [fault for fault in FAULTS if fault != "copy"]),
+    "DP4 x EP2, ZeRO 3": (4, {**EP2, **ZERO_3}, [fault for fault in FAULTS if not fault.endswith("copy")]),
     "PP2": (2, {**PP2, "num_layers": 2}, [*FAULTS]),
 }
 
