@@ -172,6 +172,18 @@ def test_an_evaluation_goes_by_the_scores_and_is_in_no_step(recorded: Any) -> No
             gate.route(routers.tokens(16), tagged(rows))
 
 
+def test_a_program_that_confuses_samples_or_folders_is_told(recorded: Any) -> None:
+    trace = RoutingTrace(recorded[0].parents[1], [model := Model(0)], LENGTH)
+    with pytest.raises(RouteError, match="step-00000001/rank-00000.safetensors: is there; name another folder"):
+        step(trace, model)
+    for samples, tokens, says in (([0, 1, 1, 2], TOKENS, "each sample once"), (SAMPLES, TOKENS[:3], "tokens of 3")):
+        with pytest.raises(RouteError, match=says), trace.step(samples, tokens):
+            pass
+    confused = r"has samples \[2, 9\], and those of the step are \[0, 1, 2, 3\]"
+    with pytest.raises(RouteError, match=confused), trace.step(SAMPLES, TOKENS), trace.micro_batch([2, 9]):
+        pass
+
+
 # ---- faults of files, at every layer and position
 
 
