@@ -14,7 +14,8 @@ from numpy import ndarray
 
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.io.files import sync, written_aside
+from megatron_moe.hf.safetensors_file import read_header
+from megatron_moe.io.files import require_writable, sync, written_aside
 from megatron_moe.io.program import DONE, run_program
 from megatron_moe.training.route_files import RouteFiles, RoutePart, RouteShape, write_part
 from megatron_moe_tools import compat
@@ -55,9 +56,14 @@ def _main(argv: list[str]) -> int:
     flags, words = parser().parse_known_args(argv)
     shape = RouteShape.from_run(compat.parse(words))
     layers = _layers(flags.layers, shape)
+    for flag, numbers in (("--layers", layers), ("--samples", flags.samples)):
+        if len(set(numbers)) < len(numbers) or min(numbers) < 0:
+            raise ConfigError(f"{flag} {' '.join(map(str, numbers))}: name each once, by a number that is not negative")
+    require_writable("--output", str(flags.output))
     from safetensors.numpy import load_file, save_file
 
     if flags.from_form is not None:
+        read_header(flags.load)  # its errors are for users
         tensors = load_file(flags.load)
         write_part(flags.output, shape, part_of(flags.from_form, tensors, flags.samples, layers, shape))
         return DONE
@@ -72,10 +78,10 @@ def _layers(words: Sequence[str], shape: RouteShape) -> list[int]:
         return list(range(1, shape.num_layers + 1))
     if list(words) == ["experts"]:
         return list(shape.moe_layers)
-    try:
-        return list(map(int, words))
-    except ValueError:
-        raise ConfigError(f"--layers {' '.join(words)}: give numbers from 1, `all`, or `experts`") from None
+    known = (*map(str, range(1, shape.num_layers + 1)), *map(str, shape.layers))
+    if not set(words) <= set(known):
+        raise ConfigError(f"--layers {' '.join(words)}: give `all`, `experts`, or numbers; {shape}")
+    return list(map(int, words))
 
 
 def part_of(

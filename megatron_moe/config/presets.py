@@ -38,7 +38,7 @@ def with_made_up_data(run: Run) -> Run:
     changes: dict[str, Any] = {"eval_iters": 0, "eval_interval": 0, "skip_train": False}
     if run.training.train_iters is None:
         changes["train_iters"] = 2 + run.optimizer.lr_warmup_iters
-    if run.data.data_path is None and run.data.train_data_path is None:
+    if run.data.data_path is None and run.data.train_data_path is None and run.data.data_config is None:
         changes["mock_data"] = True
         if run.model.vocab_size is None and run.data.tokenizer_type is None:
             changes["vocab_size"] = 1024

@@ -40,7 +40,7 @@ def dispatched_counts(routed: RoutedTokens) -> Tensor:
     """Return the number of choices per sequence and expert that are dispatched, [B, E] int64."""
     ids, kept, num_sequences = routed.decision.expert_ids, routed.decision.kept, routed.micro_batch.num_sequences
     if kept is None:
-        return requested_counts(routed)
+        return requested_counts(routed._replace(live_ids=None))
     # All first choices, then all second ones: a choice's place says, as a token's does, of which sequence it is.
     one_each = ids.t().reshape(-1, 1)
     return count_tokens(one_each, routed.scores.shape[-1], ~kept.t().reshape(-1), num_sequences)

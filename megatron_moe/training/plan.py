@@ -237,6 +237,9 @@ _OF_TRAINING = (
     "profile",
     "tensorboard_dir",
     "moe_routing_trace_path",
+    "moe_enable_routing_replay",
+    "moe_routing_replay_missing",
+    "moe_routing_replay_counts",
     *SERVICES,
 )
 

@@ -239,9 +239,10 @@ class FoundRoutes:
             there = [layer for of_sample, layer in self.origin if of_sample == sample]
             for layer in self.layers:
                 if layer not in there:
+                    others = f"layers {sorted(there)} of it are" if there else "nothing of it is"
                     raise ConfigError(
-                        f"--moe-enable-routing-replay {where}: layer {layer} of sample {sample} is not recorded, layers"
-                        f" {sorted(there)} of it are; --moe-routing-replay-missing live lets the gate choose"
+                        f"--moe-enable-routing-replay {where}: layer {layer} of sample {sample} is not recorded, "
+                        f"{others}; --moe-routing-replay-missing live lets the gate choose"
                     )
 
 

@@ -94,6 +94,8 @@ class StepRoutes:
         Args:
             positions: [S'] int64, those of this context-parallel rank; None: all.
         """
+        if not set(samples) <= set(self.samples):
+            raise RouteError(f"a micro-batch has samples {list(samples)}, and those of the step are {self.samples}")
         if positions is None:
             positions = torch.arange(self.shape.seq_length)
         numbers = torch.tensor(samples) * self.shape.seq_length + positions.to("cpu").unsqueeze(1)
@@ -106,6 +108,8 @@ class StepRoutes:
     @contextmanager
     def step(self, samples: Sequence[int], tokens: Tensor) -> Iterator[None]:
         """Record or replay a program's step, whose tokens [N, S] are those of this rank's samples, undivided."""
+        if not len(set(samples)) == len(samples) == len(tokens):
+            raise RouteError(f"samples {list(samples)} with tokens of {len(tokens)}: name each sample once")
         tokens_of = dict(zip(samples, tokens.to("cpu", torch.int64)))
         self.begin(sorted(tokens_of))
         yield
@@ -243,6 +247,9 @@ class RoutingTrace(StepRoutes):
     Args:
         folder: where `begin` has a folder made for each step.
         replayed: what is replayed at the same time, if anything.
+
+    Attributes:
+        steps: how many have begun. A program that resumes sets those of its checkpoint, and removes later ones' files.
     """
 
     def __init__(
@@ -256,6 +263,23 @@ class RoutingTrace(StepRoutes):
         self.balances_live = replayed is not None and replayed.balances_live
         self.steps = 0
         super().__init__(model, shape)
+
+    def _file(self) -> Path:
+        """Return the path of the step's file of this rank."""
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return self.folder / f"step-{self.steps:08d}" / f"rank-{rank:05d}.safetensors"
+
+    @contextmanager
+    def step(self, samples: Sequence[int], tokens: Tensor) -> Iterator[None]:
+        """Record a program's step, see `StepRoutes.step`.
+
+        Raises:
+            RouteError: another run's step would be overwritten.
+        """
+        with super().step(samples, tokens):
+            if self._file().exists():
+                raise RouteError(f"{self._file()}: is there; name another folder, or set `steps` where a run goes on")
+            yield
 
     def begin(self, samples: Sequence[int]) -> None:
         """Begin a step."""
@@ -302,8 +326,7 @@ class RoutingTrace(StepRoutes):
             routes=ids.view(*shape, -1).permute(1, 2, 0, 3).cpu().numpy(),
             recorded=(self._padding == 0).view(shape[1:]).cpu().numpy(),
         )
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        write_part(self.folder / f"step-{self.steps:08d}" / f"rank-{rank:05d}.safetensors", self.shape, part)
+        write_part(self._file(), self.shape, part)
 
 
 class Routes(Callback):

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_moe import platform
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.data.batches import batch_iterators
-from megatron_moe.data.datasets import build_datasets
+from megatron_moe.data.datasets import build_datasets, build_named
 from megatron_moe.data.tokenizers import Tokenizer
 from megatron_moe.io.files import replace_text
 from megatron_moe.model.build import build_model
@@ -415,8 +415,9 @@ def audit_run(run: Run, tokenizer: Tokenizer, report: Callable[[str], None]) -> 
         model = build_model(run, pg_collection, vocab_size)
         optimizer = build_optimizer(run, model, pg_collection)
         scheduler = build_scheduler(run, optimizer)
-        dataset, _, _ = build_datasets(run, tokenizer, 2 * schedule.final, 0, 0, pg_collection=pg_collection)
-        batches = batch_iterators(dataset, run, consumed_samples=0, pg_collection=pg_collection)
+        build = build_datasets if run.data.data_config is None else build_named
+        built = build(run, tokenizer, 2 * schedule.final, 0, 0, pg_collection=pg_collection)
+        batches = batch_iterators(built[0], run, consumed_samples=0, pg_collection=pg_collection)
         connect(model, optimizer)
         micro_batches = schedule.num_micro_batches(0)
         report(

@@ -91,3 +91,22 @@ def test_layers_that_are_not_those_of_the_columns_are_refused(layers: list[int],
         theirs["routed_experts.7"][:, [0, 2]] = 0
     with pytest.raises(ConfigError, match=says):
         part_of("requests", theirs, [3, 7], layers, SHAPE).check("requests", SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--layers", "2", "2"], "--layers 2 2: name each once"),
+        (["--layers", "2", "9"], "--layers 2 9: give `all`, `experts`, or numbers; of 4 layers"),
+        (["--samples", "3", "3"], "--samples 3 3: name each once"),
+        (["--load", "text"], "text: its header is to have"),
+        (["--output", "/proc/self/x"], "--output /proc/self/x: "),
+    ],
+)
+def test_wrong_words_are_named(words: list[str], says: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("routes of three samples")
+    flags = {"--layers": ["all"], "--samples": ["3"], "--load": ["theirs"], "--output": ["ours"], words[0]: words[1:]}
+    typed = [word for flag, values in flags.items() for word in (flag, *values)]
+    assert main(["--from", "requests", *typed, *MODEL]) == 2
+    assert says in capsys.readouterr().err

@@ -3,7 +3,10 @@
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from megatron_moe import ConfigError, RecordedRoutes, RoutingTrace, TopKRouter
+from megatron_moe.moe.load_balance import dispatched_counts
 from megatron_moe.moe.routes import rows_and_documents, tagged
 from megatron_moe.training.finalize_model_grads import update_routers
 from megatron_moe.training.route_files import RoutePart, RouteShape, read_part, write_part
@@ -120,6 +124,11 @@ def test_a_replay_gives_the_recorded_experts_and_the_live_weights_of_other_gates
             torch.testing.assert_close(probs, scores[row, ids] / scores[row, ids].sum())
 
 
+def count(sent: Counter[tuple[int, int]], gate: Any, routed: Any) -> None:
+    for expert, choices in enumerate(dispatched_counts(routed).sum(0).tolist()):
+        sent[gate.layer_number, expert] += choices
+
+
 @pytest.mark.parametrize(("kind", "size"), [("aux_loss", 8), ("seq_aux_loss", LENGTH)])
 def test_the_balance_goes_by_the_choices_that_are_replayed_or_by_the_gates(
     recorded: Any, tmp_path: Path, kind: str, size: int
@@ -129,7 +138,11 @@ def test_the_balance_goes_by_the_choices_that_are_replayed_or_by_the_gates(
     for balances_live in (False, True):
         model = Model(1, per="document", **aux)
         source = RecordedRoutes(recorded[0], [model], LENGTH, balances_live=balances_live)
-        step(source, model)
+        sent: Counter[tuple[int, int]] = Counter()
+        with ExitStack() as watched:
+            for gate in model.gates:
+                watched.enter_context(gate.observed_by(partial(count, sent)))
+            step(source, model)
         update = update_routers([model])
         for place, layer in enumerate(LAYERS):
             got, balanced = torch.zeros(EXPERTS, dtype=torch.int64), torch.zeros(16 // size, EXPERTS)
@@ -137,6 +150,7 @@ def test_the_balance_goes_by_the_choices_that_are_replayed_or_by_the_gates(
                 got[recorded[1][layer, row][0]] += 1
                 balanced[row // size, (own if balances_live else recorded[1])[layer, row][0]] += 1
             assert torch.equal(update.tokens_per_expert[place], got)
+            assert [sent[layer, expert] for expert in range(EXPERTS)] == got.tolist()
             assert update.expert_bias[place].tolist() == bias_step([0.0] * EXPERTS, balanced.sum(0).tolist(), 1e-3)
             scores = torch.sigmoid(model.gates[place].gate(routers.tokens(16)).detach())
             shares = (scores / scores.sum(1, keepdim=True)).view(-1, size, EXPERTS).mean(1)
@@ -156,6 +170,18 @@ def test_an_evaluation_goes_by_the_scores_and_is_in_no_step(recorded: Any) -> No
         rows = torch.arange(16)
         for gate in model.gates:
             gate.route(routers.tokens(16), tagged(rows))
+
+
+def test_a_program_that_confuses_samples_or_folders_is_told(recorded: Any) -> None:
+    trace = RoutingTrace(recorded[0].parents[1], [model := Model(0)], LENGTH)
+    with pytest.raises(RouteError, match="step-00000001/rank-00000.safetensors: is there; name another folder"):
+        step(trace, model)
+    for samples, tokens, says in (([0, 1, 1, 2], TOKENS, "each sample once"), (SAMPLES, TOKENS[:3], "tokens of 3")):
+        with pytest.raises(RouteError, match=says), trace.step(samples, tokens):
+            pass
+    confused = r"has samples \[2, 9\], and those of the step are \[0, 1, 2, 3\]"
+    with pytest.raises(RouteError, match=confused), trace.step(SAMPLES, TOKENS), trace.micro_batch([2, 9]):
+        pass
 
 
 # ---- faults of files, at every layer and position

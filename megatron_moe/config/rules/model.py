@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from pathlib import Path
 
 from megatron_moe.config import schema
 from megatron_moe.config.fields import all_fields
@@ -260,8 +261,15 @@ unread(
 unread(
     ("moe_router_bias_update_rate", "moe_router_bias_center"),
     "moe_router_enable_expert_bias",
-    "no bias is moved by it; add --moe-router-enable-expert-bias, without quantile_balancing, or drop the flag",
-    is_read=lambda run: run.moe.moe_router_enable_expert_bias and not _balances_by(run, QUANTILE),
+    "there is no bias to update; add --moe-router-enable-expert-bias or drop the flag",
+    in_megatron=True,
+    refused_there=("moe_router_bias_center",),
+)
+unread(
+    ("moe_router_bias_update_rate", "moe_router_bias_center"),
+    "moe_router_load_balancing_type",
+    "quantile_balancing sets the bias and does not step it; drop the flag",
+    is_read=lambda run: not _balances_by(run, QUANTILE),
     in_megatron=True,
     refused_there=("moe_router_bias_center",),
 )
@@ -436,19 +444,39 @@ unread(
     "no routes are replayed; add --moe-enable-routing-replay PATH, or drop it",
 )
 refuse(
+    "quantiles_are_of_the_gates",
+    ("moe_router_load_balancing_type", "moe_routing_replay_counts", "moe_enable_routing_replay"),
+    "quantiles are of the gates' scores, not of replayed choices; add --moe-routing-replay-counts live",
+    when=lambda run: (
+        _balances_by(run, QUANTILE)
+        and run.moe.moe_enable_routing_replay is not None
+        and run.moe.moe_routing_replay_counts == "replayed"
+    ),
+)
+refuse(
     "forced_balance_replays_nothing",
     ("moe_router_force_load_balancing", "moe_enable_routing_replay"),
     "round robin and the recorded routes are two choices; drop one of them",
     when=lambda run: run.moe.moe_router_force_load_balancing and run.moe.moe_enable_routing_replay is not None,
 )
+
+
+def _trace_moves_replayed(run: Run) -> bool:
+    """Return whether recording may move or replace the routes that are replayed; a new run renames older ones."""
+    trace, replayed = run.logging.moe_routing_trace_path, run.moe.moe_enable_routing_replay
+    if trace is None or replayed is None:
+        return False
+    read, folder = Path(replayed).resolve(), Path(trace).resolve()
+    written = (folder, folder.with_name(f"{folder.name}.previous"))
+    return any(read.is_relative_to(one) for one in written) or folder.is_relative_to(read)
+
+
 refuse(
     "replayed_routes_are_not_overwritten",
     ("moe_routing_trace_path", "moe_enable_routing_replay"),
-    "files that are read are not written; name another folder for the new routes",
-    when=lambda run: (
-        run.logging.moe_routing_trace_path is not None
-        and run.logging.moe_routing_trace_path == run.moe.moe_enable_routing_replay
-    ),
+    "files that are read are not written, and older ones of the folder are moved to NAME.previous; name another folder"
+    " for the new routes",
+    when=_trace_moves_replayed,
 )
 
 
