@@ -25,6 +25,28 @@ def with_class(cls: type[_Module], module: torch.nn.Module) -> _Module:
     return made
 
 
+# ---- Layers that are told what their block is told.
+
+
+def pass_on_padding_mask(block: torch.nn.Module) -> None:
+    """Give each layer of a block, from now on, the padding_mask that the block is called with.
+
+    In 0.16.1, not in 0.19.2, a block whose first layers are recomputed (--recompute-method block) forgets it for the
+    others. These run within the block's call, so its mask is theirs.
+    """
+    told: dict[str, Any] = {}
+
+    def of_block(_: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        told["padding_mask"] = options.get("padding_mask")
+
+    def of_layer(_: torch.nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, options if options.get("padding_mask") is not None else {**options, **told}
+
+    block.register_forward_pre_hook(of_block, with_kwargs=True)
+    for layer in block.layers:  # type: ignore[union-attr]
+        layer.register_forward_pre_hook(of_layer, with_kwargs=True)
+
+
 # ---- Modules that keep fp32 bits under casts.
 
 

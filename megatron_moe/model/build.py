@@ -39,7 +39,7 @@ from megatron_moe.engine.layers import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron_moe.engine.modules import DeepcopyKeepsGroups, with_class
+from megatron_moe.engine.modules import DeepcopyKeepsGroups, pass_on_padding_mask, with_class
 from megatron_moe.model.activation_offload import ActivationOffload
 from megatron_moe.model.attention import MeasuredCoreAttention, SDPACoreAttention
 from megatron_moe.model.cross_entropy import cross_entropy
@@ -551,6 +551,8 @@ def _chunk(
     chunk.routers_know_documents = run.derived.routers_know_documents
     chunk.rotates_by_position = run.data.reset_attention_mask
     without_second_table(chunk)
+    if run.training.recompute_method == "block":
+        pass_on_padding_mask(chunk.decoder)
     if chunk.post_process:
         layer_class = OutputLayerWithLoss if run.model.cross_entropy_loss_fusion else OutputLayer
         chunk.output_layer = with_class(layer_class, chunk.output_layer)

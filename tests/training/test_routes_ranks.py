@@ -30,6 +30,7 @@ FLAGS = {
     "moe_aux_loss_coeff": (0.01,),
 }
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+BLOCK = {**FULL, "recompute_method": "block"}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
 VPP2 = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
 CP2 = {"context_parallel_size": 2}
@@ -61,6 +62,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "TP2, PP2, all recomputed": ("plain", 4, {**TP2, **PP2, **FULL}),
     "CP2, TP2, EP2, overlapped": ("plain", 4, {**CP2, **TP2, **EP2, **OVERLAP}),
     "CP2, PP2, recomputed": ("plain", 4, {**CP2, **PP2, **SELECTIVE}),
+    "documents, some recomputed": ("documents", 1, BLOCK),
     "documents, CP2, PP2": ("documents", 4, {**CP2, **PP2}),
     "documents, TP2, all recomputed": ("documents", 2, {**TP2, **FULL}),
     "global, EP2": ("global", 2, EP2),
@@ -138,7 +140,9 @@ def test_a_replay_on_the_same_layout_is_the_recorded_run_to_the_bit(gloo, record
             assert [step.get(key) for step in others] == [wanted.get(key)] * 2, key
 
 
-@pytest.mark.parametrize("layout", rows(LAYOUTS, test=["TP2", "VPP2, all recomputed", "documents, CP2, PP2"]))
+@pytest.mark.parametrize(
+    "layout", rows(LAYOUTS, test=["TP2", "VPP2, all recomputed", "documents, some recomputed", "documents, CP2, PP2"])
+)
 def test_every_layout_replays_the_recorded_choice_of_other_weights(gloo, recorded, tmp_path, layout):
     model, ranks, flags = LAYOUTS[layout]
     there = recorded(model)
