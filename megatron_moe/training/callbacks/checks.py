@@ -524,8 +524,8 @@ class Untrained(Callback):
         trainer = self.trainer
         self._named: set[int] = set()
         self._watch: TrainedWeights | None = None
-        left = (trainer.run.training.train_iters or 0) - trainer.progress.iteration
-        if left >= FIRST_STEPS and not trainer.finished:
+        self._left = (trainer.run.training.train_iters or 0) - trainer.progress.iteration
+        if self._left >= FIRST_STEPS and not trainer.finished:
             self._watch = TrainedWeights(trainer.run, trainer.trained)
 
     def before_update(self, step: Step) -> None:
@@ -574,11 +574,13 @@ class Untrained(Callback):
             f"weights after {watch.steps} steps: {int((~seen[GRADIENT]).sum())} of {len(trains)} without a gradient, "
             f"{int((seen[GRADIENT] & ~seen[MOVED]).sum())} more have not moved (each expert's counted by itself)"
         )
+        if not waiting or self._left < RARE_STEPS or watch.steps == RARE_STEPS:
+            self._watch = None
         if waiting and watch.steps < RARE_STEPS:
             told += f"; {waiting} are watched until step {RARE_STEPS}"
-        else:
-            self._watch = None
-        if waiting and self._watch is None:
+            if self._watch is None:
+                told += ", which this run does not reach"
+        elif waiting:
             told += f"; a learning rate of {watch.rate:.2g} at most is too small to change {waiting} of them"
         self.trainer.reporter.message(told)
         causes = []
