@@ -20,7 +20,9 @@ from megatron_moe.config.fields import all_fields
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build
 from megatron_moe.engine.defects import NEWEST, OLDEST, Defect, dotted, known_defects
-from megatron_moe.hf.families import FAMILIES, REFUSED, Family, family_of_run
+from megatron_moe.hf.config import family_of_run
+from megatron_moe.hf.families import FAMILIES, REFUSED
+from megatron_moe.hf.family import Family
 from megatron_moe.precision.table import contract
 from megatron_moe_tools import compat
 from megatron_moe_tools.compat.megatron_settings import DEFAULTS
@@ -206,16 +208,15 @@ megatron-moe train --nnodes 4 --nproc-per-node 8 --config examples/recipes/qwen3
 
 def family_page(family: Family, published: list[str]) -> str:
     """Return the page of a family: what is read, and what is refused."""
-    facts = yaml.safe_load((DOCS / "families.yaml").read_text())[family.name]
     members = [name for name in published if family_name(build(PRESETS[name])) == family.name]
     presets = [f"[{name}](../presets/{name}.md)" for name in members]
     rows = [
         ("class", f"`{family.architecture}`"),
         ("`model_type`", ", ".join(f"`{kind}`" for kind in family.model_types)),
-        ("models", facts["models"]),
+        ("models", family.models),
         ("presets", ", ".join(presets)),
-        ("read", facts["read"]),
-        ("refused", facts["refused"]),
+        ("read", family.reads),
+        ("refused", family.refuses),
     ]
     return f"""# {family.name}
 

@@ -8,8 +8,8 @@ back with other settings.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,29 +22,12 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
 from megatron_moe.config.model_flags import ModelConfig, MoEConfig
 from megatron_moe.config.schema import Run, build, flatten
-from megatron_moe.hf import family_settings
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys
-from megatron_moe.hf.families import Family, family_of
+from megatron_moe.hf.families import FAMILIES, family_of
+from megatron_moe.hf.family import Family
 from megatron_moe.hf.folder import HFFolder, configuration_alone
 from megatron_moe.hf.mapping import Mapping, mapping, require_tensors
-
-_READ: dict[str, Callable[[Keys], dict[str, Any]]] = {
-    "deepseek-v2": family_settings.deepseek_v2,
-    "deepseek-v3": family_settings.deepseek_v3,
-    "mixtral": family_settings.mixtral,
-    "qwen2-moe": family_settings.qwen2_moe,
-    "qwen3-moe": family_settings.qwen3_moe,
-    "glm4-moe": family_settings.glm4_moe,
-}
-_WRITE: dict[str, Callable[[Run], dict[str, Any]]] = {
-    "deepseek-v2": family_settings.deepseek_v2_keys,
-    "deepseek-v3": family_settings.deepseek_v3_keys,
-    "mixtral": family_settings.mixtral_keys,
-    "qwen2-moe": family_settings.qwen2_moe_keys,
-    "qwen3-moe": family_settings.qwen3_moe_keys,
-    "glm4-moe": family_settings.glm4_moe_keys,
-}
-_WITH_PREDICTION = ("deepseek-v3", "glm4-moe")
+from megatron_moe.hf.rope import amplitude
 
 _BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 _OF_TRAINING = {
@@ -115,7 +98,7 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
         raise keys.refusal(keys.spelled(("dtype", "torch_dtype")), "weights are bfloat16, float16 or float32")
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     predictions = keys.integer(*names, low=0, high=MOST_LAYERS, default=0)
-    if family.name not in _WITH_PREDICTION and (predictions or has_prediction_layers):
+    if not family.predicts and (predictions or has_prediction_layers):
         raise keys.refusal(names[0], f"{family.name} has no multi-token prediction here; 0 works")
     if has_prediction_layers and not predictions:
         raise keys.refusal(
@@ -136,7 +119,7 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
         "norm_epsilon": keys.number("rms_norm_eps"),
         "untie_embeddings_and_output_weights": not tied,
         "max_position_embeddings": keys.integer("max_position_embeddings"),
-        **_READ[family.name](keys),
+        **family.read(keys),
         "mtp_num_layers": (predictions or None) if has_prediction_layers else None,
     }
     unknown = sorted(set(keys.unread()) - _WITHOUT_MEANING)
@@ -181,7 +164,7 @@ def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
         "use_cache": True,
         "torch_dtype": dtype,
         "dtype": dtype,
-        **_WRITE[family.name](run),
+        **family.write(run),
     }
     where = f"this model as {family.name}"
     try:
@@ -195,6 +178,26 @@ def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
             + "\n  ".join(differing)
         )
     return config
+
+
+def family_of_run(run: Run) -> Family | None:
+    """Return the first family whose format describes a model trained here from scratch; None for a dense model.
+
+    If there is none, the closest one is returned, for which `config_of` says what it can't describe.
+    """
+    if run.moe.num_experts is None:
+        return None
+    for family in FAMILIES.values():
+        with contextlib.suppress(ConfigError):
+            config_of(run, family, "bfloat16")
+            return family
+    sigmoid = run.moe.moe_router_score_function == "sigmoid"
+    if run.model.multi_latent_attention:
+        return FAMILIES["deepseek-v3" if sigmoid else "deepseek-v2"]
+    if sigmoid:
+        return FAMILIES["glm4-moe"]
+    shared = run.moe.moe_shared_expert_intermediate_size is not None
+    return FAMILIES["qwen2-moe" if shared or run.model.add_qkv_bias else "qwen3-moe"]
 
 
 def with_positions(config: dict[str, Any], positions: int) -> tuple[dict[str, Any], list[str]]:
@@ -247,7 +250,7 @@ def _meaning(run: Run) -> dict[str, Any]:
         "num_query_groups": None if latent else run.derived.num_query_groups,
         "kv_channels": None if latent else run.derived.head_size,
         "rotary_interleaved": run.model.rotary_interleaved and not latent,
-        "mscale": round(family_settings.amplitude(run), 12),
+        "mscale": round(amplitude(run), 12),
         "moe_layer_freq": pattern,
         "moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size,
         "moe_router_norm_topk_prob": normed,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import Run
-from megatron_moe.hf.families import TensorNames
+from megatron_moe.hf.family import TensorNames
 from megatron_moe.hf.transforms import (
     Copy,
     ExpertDown,
@@ -87,14 +87,14 @@ class MappingRule(NamedTuple):
     fp32: bool = False
 
 
-def _attention(run: Run) -> Iterator[MappingRule]:
+def _attention(run: Run, names: TensorNames) -> Iterator[MappingRule]:
     """Yield the rows of the norms and the attention of a layer."""
     model, hidden, heads = run.model, run.model.hidden_size, run.model.num_attention_heads
     latent = model.multi_latent_attention
     per_head = model.v_head_dim if latent else run.derived.head_size
     here, there = "self_attention.", "self_attn."
-    yield MappingRule("input_layernorm.weight", ("input_layernorm.weight",), Copy((hidden,)))
-    yield MappingRule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), Copy((hidden,)))
+    yield MappingRule("input_layernorm.weight", (names.norms[0],), Copy((hidden,)))
+    yield MappingRule("pre_mlp_layernorm.weight", (names.norms[1],), Copy((hidden,)))
     yield MappingRule(f"{here}linear_proj.weight", (f"{there}o_proj.weight",), Copy((hidden, heads * per_head)))
     if not latent:
         sizes = (heads, run.derived.num_query_groups, run.derived.head_size)
@@ -104,8 +104,8 @@ def _attention(run: Run) -> Iterator[MappingRule]:
         if model.add_qkv_bias:
             yield MappingRule(f"{here}linear_qkv.bias", biases, QueryKeyValue(*sizes))
         if model.qk_layernorm:
-            yield MappingRule(f"{here}q_layernorm.weight", (f"{there}q_norm.weight",), Copy((per_head,)))
-            yield MappingRule(f"{here}k_layernorm.weight", (f"{there}k_norm.weight",), Copy((per_head,)))
+            yield MappingRule(f"{here}q_layernorm.weight", (names.head_norms[0],), Copy((per_head,)))
+            yield MappingRule(f"{here}k_layernorm.weight", (names.head_norms[1],), Copy((per_head,)))
         return
     query, rotated, kv_rank = model.qk_head_dim, model.qk_pos_emb_head_dim, model.kv_lora_rank
     query_width, rank = heads * (query + rotated), model.q_lora_rank
@@ -135,16 +135,14 @@ def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
     moe, hidden, experts = run.moe, run.model.hidden_size, run.moe.num_experts or 0
     yield MappingRule("mlp.router.weight", (names.router,), Copy((experts, hidden)))
     if moe.moe_router_enable_expert_bias:
-        bias = names.router.replace(".weight", ".e_score_correction_bias")
-        yield MappingRule("mlp.router.expert_bias", (bias,), Copy((experts,)), fp32=True)
+        yield MappingRule("mlp.router.expert_bias", (names.router_bias,), Copy((experts,)), fp32=True)
     if moe.moe_shared_expert_intermediate_size is not None:
         yield from _mlp(run, "mlp.shared_experts.", names.shared, moe.moe_shared_expert_intermediate_size)
         if moe.moe_shared_expert_gate:
-            gate = f"{names.shared.removesuffix('.')}_gate.weight"
-            yield MappingRule("mlp.shared_experts.gate_weight", (gate,), Copy((1, hidden)))
+            yield MappingRule("mlp.shared_experts.gate_weight", (names.shared_gate,), Copy((1, hidden)))
 
 
-_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_OUTPUT = "lm_head.weight"
 
 
 def mapping(run: Run, names: TensorNames) -> Mapping:
@@ -158,13 +156,14 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
     assert model.vocab_size is not None, "a folder's configuration says how large its vocabulary is"
     table = Vocabulary(model.vocab_size, run.derived.padded_vocab_size(model.vocab_size), model.hidden_size)
     norm = Copy((model.hidden_size,))
-    whole = [MappingRule("embedding.word_embeddings.weight", (_EMBEDDING,), table)]
-    whole.append(MappingRule("decoder.final_layernorm.weight", ("model.norm.weight",), norm))
+    embedding = f"{names.model}embed_tokens.weight"
+    whole = [MappingRule("embedding.word_embeddings.weight", (embedding,), table)]
+    whole.append(MappingRule("decoder.final_layernorm.weight", (f"{names.model}norm.weight",), norm))
     copies: dict[str, str] = {}
     if model.untie_embeddings_and_output_weights:
         whole.append(MappingRule("output_layer.weight", (_OUTPUT,), table))
     else:
-        copies[_OUTPUT] = _EMBEDDING
+        copies[_OUTPUT] = embedding
     pieces = list(_pieces(whole, "", ""))
     pattern = run.derived.moe_layer_pattern
     # The tensors of a depth of multi-token prediction, except those of its transformer layer.
@@ -175,13 +174,13 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
         MappingRule("final_layernorm.weight", ("shared_head.norm.weight",), norm),
     )
     for layer, is_moe in enumerate(pattern):
-        pieces += _layer(run, names, bool(is_moe), f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+        pieces += _layer(run, names, bool(is_moe), f"decoder.layers.{layer}.", f"{names.model}layers.{layer}.")
     for depth in range(model.mtp_num_layers or 0):
-        here, there = f"mtp.layers.{depth}.", f"model.layers.{model.num_layers + depth}."
+        here, there = f"mtp.layers.{depth}.", f"{names.model}layers.{model.num_layers + depth}."
         pieces += _pieces(prediction, here, there)
         pieces += _layer(run, names, bool(pattern[-1]), f"{here}transformer_layer.", there)
-        copies[f"{there}embed_tokens.weight"] = _EMBEDDING
-        copies[f"{there}shared_head.head.weight"] = _OUTPUT if model.untie_embeddings_and_output_weights else _EMBEDDING
+        copies[f"{there}embed_tokens.weight"] = embedding
+        copies[f"{there}shared_head.head.weight"] = _OUTPUT if model.untie_embeddings_and_output_weights else embedding
     shapes: dict[str, Shape] = {}
     for piece in pieces:
         shapes[piece.key] = piece.transform.native_shape
@@ -191,7 +190,7 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
 
 
 def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[MappedBlock]:
-    yield from _pieces(_attention(run), here, there)
+    yield from _pieces(_attention(run, names), here, there)
     if not is_moe:
         yield from _pieces(_mlp(run, "mlp.", "mlp.", run.derived.ffn_hidden_size), here, there)
         return

@@ -30,7 +30,7 @@ from megatron_moe.data.tiktoken_models import KIMI_FILE, kimi_tokenizer
 from megatron_moe.data.tokenizer_choice import tokenizer_of_step
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer
 from megatron_moe.data.transformers_files import PIECES, transformers_files
-from megatron_moe.hf.families import Family
+from megatron_moe.hf.family import Family
 
 GENERATION = "generation_config.json"
 _NULL = "NullTokenizer"

@@ -21,7 +21,7 @@ from megatron_moe.data.hugging_face_folder import SETTINGS
 from megatron_moe.data.transformers_files import json_bytes
 from megatron_moe.hf import folder as hf_folder
 from megatron_moe.hf.config import config_of, differences, settings, settings_of, with_positions
-from megatron_moe.hf.families import DEEPSEEK
+from megatron_moe.hf.family import DEEPSEEK
 from megatron_moe.hf.folder import BLOCK, HFFolder
 from megatron_moe.hf.mapping import MappedBlock, mapping, require_tensors
 from megatron_moe.hf.safetensors_file import StreamedFile, bytes_of, parse_object, read_small

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.hf.families import Family
+from megatron_moe.hf.family import Family
 from megatron_moe.hf.folder import ALLOW, HFFolder
 from megatron_moe.model.mla import LatentAttention
 from megatron_moe.moe.options import MoEOptions

@@ -28,7 +28,7 @@ from megatron_moe.checkpoint.index import StoredBytes, UntrustedError
 from megatron_moe.checkpoint.step_reader import Section, StepReader
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
-from megatron_moe.hf.families import DEEPSEEK
+from megatron_moe.hf.family import DEEPSEEK
 from megatron_moe.hf.mapping import mapping
 from megatron_moe.hf.tensors import dtype_name
 from megatron_moe.hf.transforms import Shape

@@ -20,8 +20,9 @@ from megatron_moe.config.fields import all_fields, from_file
 from megatron_moe.config.schema import Run
 from megatron_moe.data.tokenizer_choice import build_tokenizer, tokenizer_of_folder, tokenizer_of_step
 from megatron_moe.data.tokenizers import HuggingFaceTokenizer, Tokenizer
-from megatron_moe.hf.config import settings_of
-from megatron_moe.hf.families import FAMILIES, Family, family_of_run
+from megatron_moe.hf.config import family_of_run, settings_of
+from megatron_moe.hf.families import FAMILIES
+from megatron_moe.hf.family import Family
 from megatron_moe.hf.folder import HFFolder
 from megatron_moe.hf.mapping import mapping, require_tensors
 from megatron_moe.hf.transforms import Shape

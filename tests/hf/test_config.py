@@ -18,8 +18,8 @@ from megatron_moe.config.presets import PRESETS, PUBLISHED
 from megatron_moe.config.rules import check_model
 from megatron_moe.config.schema import Run, build, flatten, replace
 from megatron_moe.hf import config as hf_config
-from megatron_moe.hf.config import filled_in
-from megatron_moe.hf.families import FAMILIES, family_of_run
+from megatron_moe.hf.config import family_of_run, filled_in
+from megatron_moe.hf.families import FAMILIES
 from megatron_moe.model import mla
 from megatron_moe_tools import compat
 from tests.config.refused import refused

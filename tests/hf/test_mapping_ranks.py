@@ -12,7 +12,8 @@ import torch
 
 from megatron_moe.config import module_names
 from megatron_moe.config.schema import build
-from megatron_moe.hf.families import DEEPSEEK, family_of
+from megatron_moe.hf.families import family_of
+from megatron_moe.hf.family import DEEPSEEK
 from megatron_moe.hf.mapping import mapping
 from megatron_moe.parallel.sequence import in_order
 from tests.helpers import tiny_models
