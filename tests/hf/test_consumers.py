@@ -145,10 +145,8 @@ def test_a_consumer_takes_every_tensor_once_and_is_filled(case: str, consumer: s
     assert loaded(loader_of(consumer, family, config), config, folder) == []
 
 
-@pytest.mark.parametrize(
-    "family", [family for family in FAMILIES.values() if family.predicts], ids=lambda one: one.name
-)
-def test_layers_of_multi_token_prediction_are_left_to_a_class_of_their_own(family: Any) -> None:
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.predicts])
+def test_layers_of_multi_token_prediction_are_left_to_a_class_of_their_own(family: str) -> None:
     architecture = FAMILIES[family].architecture
     case = next(case for case, (name, _) in tiny_models.CASES.items() if architecture == f"{name}ForCausalLM")
     _, config, folder = exported(case, mtp_num_layers=1)
