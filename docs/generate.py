@@ -8,6 +8,7 @@ not current.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 from importlib import import_module
@@ -17,11 +18,10 @@ import yaml
 
 from megatron_moe.config.command_line import entries
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.presets import PRESETS
-from megatron_moe.config.schema import Run, build
+from megatron_moe.config.presets import PRESETS, PUBLISHED
+from megatron_moe.config.schema import build
 from megatron_moe.engine.defects import NEWEST, OLDEST, Defect, dotted, known_defects
-from megatron_moe.hf.config import family_of_run
-from megatron_moe.hf.families import FAMILIES, REFUSED
+from megatron_moe.hf.families import FAMILIES, REFUSED, family_of
 from megatron_moe.hf.family import Family
 from megatron_moe.precision.table import contract
 from megatron_moe_tools import compat
@@ -29,9 +29,13 @@ from megatron_moe_tools.compat.megatron_settings import DEFAULTS
 
 DOCS = Path(__file__).resolve().parent
 RECIPES = DOCS.parent / "examples" / "recipes"
+CONFIGS = DOCS.parent / "tests" / "hf" / "published_configs.json"
 NOTE = "<!-- written by `python docs/generate.py` -->"
 DEFECTS = DOCS / "internals" / "engine_defects.md"
-DEFECTS_BEGIN, DEFECTS_END = "<!-- engine defects: written by `python docs/generate.py` -->", "<!-- end -->"
+README = DOCS.parent / "README.md"
+DEFECTS_BEGIN = "<!-- engine defects: written by `python docs/generate.py` -->"
+FAMILIES_BEGIN = "<!-- families: written by `python docs/generate.py` -->"
+END = "<!-- end -->"
 
 
 def pages() -> dict[Path, str]:
@@ -40,13 +44,11 @@ def pages() -> dict[Path, str]:
     found = {reference / "flags.md": flags_page()}
     found[reference / "api" / "index.md"] = api_page()
     found[reference / "megatron_defaults.md"] = megatron_defaults_page()
-    published = sorted(name for name in PRESETS if (RECIPES / f"{name}.yaml").exists())
-    for name in published:
-        found[reference / "presets" / f"{name}.md"] = preset_page(name)
-    found[reference / "presets" / "index.md"] = presets_page(published)
-    for family in FAMILIES.values():
-        found[reference / "families" / f"{family.name}.md"] = family_page(family, published)
-    found[reference / "families" / "index.md"] = families_page(published)
+    presets = published()
+    for name, family in FAMILIES.items():
+        found[reference / "families" / f"{name}.md"] = family_page(family, presets[name])
+    found[reference / "families" / "index.md"] = families_page(presets)
+    found[README] = readme(README.read_text(encoding="utf-8"))
     found[reference / "precision.md"] = precision_page()
     found[DEFECTS] = defects_page(DEFECTS.read_text(encoding="utf-8"))
     topics = sorted((reference / "figures").glob("*.yaml"))
@@ -124,76 +126,80 @@ def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def size(parameters: int) -> str:
     """Return a number of parameters as people say it."""
-    return f"{parameters / 1e9:.1f} B"
+    return f"{parameters / 1e9:.1f}B"
 
 
-def sizes(run: Run) -> tuple[str, str]:
-    """Return all parameters of a published model, and those that a token meets."""
-    vocabulary = run.derived.padded_vocab_size(run.model.vocab_size or 0)
-    return size(run.derived.parameter_count(vocabulary)), size(run.derived.active_parameter_count(vocabulary))
+def published() -> dict[str, list[str]]:
+    """Return the presets of each family, by what their authors' config.json says; a smaller model first."""
+    configs = json.loads(CONFIGS.read_text(encoding="utf-8"))
+    found: dict[str, list[str]] = {family: [] for family in FAMILIES}
+    for name in sorted(PUBLISHED, key=lambda name: (build(PRESETS[name]).derived.parameter_count(0), name)):
+        found[family_of(configs[name], name).name].append(name)
+    return found
 
 
-def family_name(run: Run) -> str:
-    """Return the family of a preset."""
-    family = family_of_run(run)
-    assert family is not None, "presets are mixtures of experts"
-    return family.name
+SIZES = ("preset", "parameters", "active", "layers × width", "experts", "layout", "memory", "rates")
 
 
-def preset_page(name: str) -> str:
-    """Return the page of a preset: the model, and how its recipe trains it."""
-    run, path = build(PRESETS[name]), RECIPES / f"{name}.yaml"
-    total, active = sizes(run)
-    moe = run.moe
-    attention = f"{run.model.num_attention_heads} heads, {run.derived.num_query_groups} groups of keys and values"
-    if run.model.multi_latent_attention:
-        attention = f"{run.model.num_attention_heads} heads of latent attention (rank {run.model.kv_lora_rank})"
-    experts = f"{moe.num_experts} of width {run.derived.moe_ffn_hidden_size}, {moe.moe_router_topk} for each token"
-    if moe.moe_shared_expert_intermediate_size is not None:
-        experts += f", shared experts of width {moe.moe_shared_expert_intermediate_size}"
-    router = moe.moe_router_score_function
-    if moe.moe_router_enable_expert_bias:
-        router += " with expert bias"
-    if moe.moe_router_num_groups:
-        router += f", {moe.moe_router_group_topk} of {moe.moe_router_num_groups} groups"
-    dense = run.derived.moe_layer_pattern.count(0)
-    layers = f"{run.model.num_layers}" + (f", the first {dense} dense" if dense else "")
-    rows = [
-        ("parameters", f"{total}, {active} for each token"),
-        ("layers, width", f"{layers}; {run.model.hidden_size}"),
-        ("attention", attention),
-        ("experts", experts),
-        ("router", router),
-        ("vocabulary", f"{run.model.vocab_size:,}"),
-        ("positions", f"{run.derived.max_position_embeddings:,}"),
-    ]
-    comment = [line.removeprefix("# ") for line in path.read_text().splitlines() if line.startswith("# ")]
-    facts = dict(line.split(": ", 1) for line in comment if ": " in line)
-    rows += [(key, facts[key]) for key in ("layout", "memory", "rates")]
-    recipe, family = path.relative_to(DOCS.parent), family_name(run)
-    return f"""# {name}
+def preset_row(name: str) -> tuple[str, ...]:
+    """Return what the page of a family says about a preset: the model, and how its recipe trains it."""
+    run = build(PRESETS[name])
+    moe, derived = run.moe, run.derived
+    vocabulary = derived.padded_vocab_size(run.model.vocab_size or 0)
+    active = experts = ""
+    if moe.num_experts is not None:
+        active, experts = size(derived.active_parameter_count(vocabulary)), f"{moe.moe_router_topk}/{moe.num_experts}"
+    recipe = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
+    said = dict(re.findall(r"^# (layout|memory|rates): (.*)$", recipe, re.MULTILINE))
+    return (
+        name,
+        size(derived.parameter_count(vocabulary)),
+        active,
+        f"{run.model.num_layers} × {run.model.hidden_size}",
+        experts,
+        said["layout"],
+        said["memory"].partition(" of ")[0],
+        said["rates"],
+    )
+
+
+def family_page(family: Family, presets: list[str]) -> str:
+    """Return the page of a family: what is read, what is refused, and a row for each published size."""
+    kinds = ", ".join(f"`{kind}`" for kind in family.model_types)
+    rows = [preset_row(name) for name in presets]
+    return f"""# {family.name}
 
 {NOTE}
 
-Family [{family}](../families/{family}.md); recipe `{recipe}`.
+{family.models}: `{family.architecture}`, `model_type` {kinds}.
 
-{table(("", ""), rows)}
+- Read: {family.reads}.
+- Refused: {family.refuses}.
+
+{table(SIZES, rows) if rows else "No size has a preset."}
 """
 
 
-def presets_page(published: list[str]) -> str:
-    """Return the list of the presets that have a recipe."""
-    rows = []
-    for name in published:
-        run = build(PRESETS[name])
-        rows.append((f"[{name}]({name}.md)", *sizes(run), family_name(run)))
-    return f"""# Presets and recipes
+def families_page(presets: dict[str, list[str]]) -> str:
+    """Return the list of the families with their presets, how one is used, and what is refused."""
+    rows = [(f"[{name}]({name}.md)", ", ".join(members)) for name, members in presets.items()]
+    reasons: dict[str, list[str]] = {}
+    for kind, reason in REFUSED.items():
+        reasons.setdefault(reason, []).append(f"`{kind}`")
+    refused = [(", ".join(kinds), reason) for reason, kinds in reasons.items()]
+    return f"""# Families and presets
 
 {NOTE}
 
-A preset is a model (`--preset NAME`); its recipe in `examples/recipes/` adds a layout that fits on 80 GB devices,
-batch sizes and learning rates. Parameters are counted without multi-token prediction. Plan one, check it with your
-data and tokenizer in place of the stubs:
+Models of these families come from Hugging Face and go back
+([continue a model](../../start/continue_a_model.md), [conversion](../../guides/conversion.md)). A preset is a published
+size (`--preset NAME`). Its recipe in `examples/recipes/` adds a layout that fits on 80 GB devices, batch sizes and
+learning rates. A family's page has both: parameters without multi-token prediction, those that a token meets (active),
+experts that it chooses, memory of the largest rank by `megatron-moe plan`, and where the rates are from.
+
+{table(("family", "presets"), rows)}
+
+Plan a recipe, and check it with your data and tokenizer in place of the stubs:
 
 <!-- not run: it needs your data -->
 ```bash
@@ -202,49 +208,26 @@ megatron-moe train --nnodes 4 --nproc-per-node 8 --config examples/recipes/qwen3
   --tokenizer-model models/mine --train-data-path data/a --valid-data-path data/b --dry-run
 ```
 
-{table(("preset", "parameters", "for each token", "family"), rows)}
-"""
+## Refused
 
-
-def family_page(family: Family, published: list[str]) -> str:
-    """Return the page of a family: what is read, and what is refused."""
-    members = [name for name in published if family_name(build(PRESETS[name])) == family.name]
-    presets = [f"[{name}](../presets/{name}.md)" for name in members]
-    rows = [
-        ("class", f"`{family.architecture}`"),
-        ("`model_type`", ", ".join(f"`{kind}`" for kind in family.model_types)),
-        ("models", family.models),
-        ("presets", ", ".join(presets)),
-        ("read", family.reads),
-        ("refused", family.refuses),
-    ]
-    return f"""# {family.name}
-
-{NOTE}
-
-{table(("", ""), rows)}
-
-How: [continue a model](../../start/continue_a_model.md), [conversion](../../guides/conversion.md).
-"""
-
-
-def families_page(published: list[str]) -> str:
-    """Return the list of the families, and of what is refused."""
-    rows = [(f"[{family.name}]({family.name}.md)", f"`{family.architecture}`") for family in FAMILIES.values()]
-    reasons: dict[str, list[str]] = {}
-    for kind, reason in REFUSED.items():
-        reasons.setdefault(reason, []).append(f"`{kind}`")
-    refused = [(", ".join(kinds), reason) for reason, kinds in reasons.items()]
-    return f"""# Families of models at Hugging Face
-
-{NOTE}
-
-{table(("family", "class"), rows)}
-
-Other values of `model_type` are refused, these with a reason:
+Any other `model_type` is refused, these with a reason:
 
 {table(("`model_type`", "because"), refused)}
 """
+
+
+def between(text: str, begin: str, shown: str) -> str:
+    """Return a page with `shown` between the mark `begin` and the next end mark; the rest is written by hand."""
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(END)
+    assert found and ended, f"no {begin} with an {END} behind it"
+    return f"{before}{begin}\n{shown}\n{END}{after}"
+
+
+def readme(text: str) -> str:
+    """Return README with its table of the families and of the models that each has."""
+    rows = [(f"[{name}](docs/reference/families/{name}.md)", family.models) for name, family in FAMILIES.items()]
+    return between(text, FAMILIES_BEGIN, table(("family", "models"), rows))
 
 
 def megatron_defaults_page() -> str:
@@ -318,16 +301,13 @@ What was measured, on which machine, and the command that repeats it.
 
 def defects_page(text: str) -> str:
     """Return the page of the engine's defects with the present table between its marks; the rest is written by hand."""
-    before, _, rest = text.partition(DEFECTS_BEGIN)
-    _, _, after = rest.partition(DEFECTS_END)
     columns = ("id", "what goes wrong", "in", "source", "here", "test")
-    rows = [columns, ("---",) * len(columns)]
+    rows = []
     for defect in known_defects():
         here = defect.how if defect.treatment == "overridden" else f"{defect.treatment}: {defect.how}"
         shown = f"`{defect.tests[0]}`" if defect.tests else f"none: {defect.no_test}"
         rows.append((defect.id, defect.title, releases(defect), defect.source, here, shown))
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-    return f"{before}{DEFECTS_BEGIN}\n{table}\n{DEFECTS_END}{after}"
+    return between(text, DEFECTS_BEGIN, table(columns, rows))
 
 
 def releases(defect: Defect) -> str:

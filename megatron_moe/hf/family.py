@@ -41,8 +41,8 @@ class Family:
     architecture: the class in transformers, `architectures[0]` of config.json. model_types: values of `model_type`;
     the first is written. read: keys of config.json -> fields of `Run`, without those that all families have in common
     (`hf.config.settings`). write: run -> the family's own keys. models, reads, refuses: what the family's page says.
-    predicts: whether its folders may have layers of multi-token prediction. served_untied: whether vLLM's class of it
-    reads the output layer from the folder even where config.json ties it to the embedding.
+    predicts: whether its folders may have layers of multi-token prediction. served_untied: whether a class of
+    vLLM or SGLang reads the output layer from the folder even where config.json ties it to the embedding.
     """
 
     name: str

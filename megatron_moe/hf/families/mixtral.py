@@ -53,4 +53,5 @@ FAMILY = Family(
         matrices=("w1", "w3", "w2"),
         router="block_sparse_moe.gate.weight",
     ),
+    served_untied=True,
 )

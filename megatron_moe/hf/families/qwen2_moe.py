@@ -37,4 +37,5 @@ FAMILY = Family(
     reads="`decoder_sparse_step`, `mlp_only_layers`, `qkv_bias`, a gated shared expert",
     refuses="`use_sliding_window`, `layer_types` other than full attention",
     names=TensorNames(shared="mlp.shared_expert."),
+    served_untied=True,
 )

@@ -34,4 +34,5 @@ FAMILY = Family(
     models="30B-A3B, 235B-A22B",
     reads="`decoder_sparse_step`, `mlp_only_layers`, `num_experts` or `num_local_experts`",
     refuses="`attention_bias`, `qkv_bias`, `use_qk_norm` false, a shared expert",
+    served_untied=True,
 )
