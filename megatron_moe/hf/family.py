@@ -16,8 +16,8 @@ class TensorNames:
 
     model: prefix of all tensors but the output layer. norms: before attention and before the MLP. head_norms: of
     queries and of keys. experts: prefix of an expert's matrices, {e} being its number. matrices: names of gate, up and
-    down. router: the gate's weight. router_bias: its expert_bias. shared: prefix of the shared expert; its gate is
-    named `shared_gate`.
+    down. router: the gate's weight. router_bias: its expert_bias, which is [1, E] where `bias_is_row`. shared: prefix of
+    the shared expert; its gate is named `shared_gate`.
     """
 
     model: str = "model."
@@ -27,6 +27,7 @@ class TensorNames:
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     router: str = "mlp.gate.weight"
     router_bias: str = "mlp.gate.e_score_correction_bias"
+    bias_is_row: bool = False
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate.weight"
 

@@ -56,12 +56,26 @@ def expert_count(keys: Keys, *names: str) -> int:
     return keys.integer(*names, low=2, high=max(_MOST_EXPERTS // layers, 2))
 
 
-def topk(keys: Keys, experts: int) -> int:
-    """Return the number of experts per token, at most `experts`."""
-    chosen = keys.integer("num_experts_per_tok")
+def topk(keys: Keys, experts: int, *names: str) -> int:
+    """Return the number of experts per token, at most `experts`; names: of its key, default num_experts_per_tok."""
+    names = names or ("num_experts_per_tok",)
+    chosen = keys.integer(*names)
     if chosen > experts:
-        raise keys.refusal("num_experts_per_tok", f"there are {experts} experts; that many or less")
+        raise keys.refusal(keys.spelled(names), f"there are {experts} experts; that many or less")
     return chosen
+
+
+def softmax_of_chosen(chosen: int) -> dict[str, Any]:
+    """Return the router's settings for weights that are a softmax over the chosen experts' logits.
+
+    Over one expert it is 1, and the gate has no gradient: it is applied before the choice.
+    """
+    return {
+        "moe_router_topk": chosen,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": chosen == 1,
+        "moe_router_norm_topk_prob": True if chosen == 1 else None,
+    }
 
 
 def groups_of_experts(keys: Keys, experts: int, chosen: int, score: str) -> dict[str, Any]:

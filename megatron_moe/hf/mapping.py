@@ -22,6 +22,7 @@ from megatron_moe.hf.transforms import (
     ExpertGateUp,
     GateThenUp,
     QueryKeyValue,
+    Reshape,
     Shape,
     Transform,
     Vocabulary,
@@ -135,7 +136,8 @@ def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
     moe, hidden, experts = run.moe, run.model.hidden_size, run.moe.num_experts or 0
     yield MappingRule("mlp.router.weight", (names.router,), Copy((experts, hidden)))
     if moe.moe_router_enable_expert_bias:
-        yield MappingRule("mlp.router.expert_bias", (names.router_bias,), Copy((experts,)), fp32=True)
+        bias = Reshape((1, experts), (experts,)) if names.bias_is_row else Copy((experts,))
+        yield MappingRule("mlp.router.expert_bias", (names.router_bias,), bias, fp32=True)
     if moe.moe_shared_expert_intermediate_size is not None:
         yield from _mlp(run, "mlp.shared_experts.", names.shared, moe.moe_shared_expert_intermediate_size)
         if moe.moe_shared_expert_gate:

@@ -40,6 +40,9 @@ _QWEN2: dict[str, Any] = {
     "qkv_bias": True,
 }  # fmt: skip
 _QWEN3: dict[str, Any] = {**_GROUPED_QUERY, "moe_intermediate_size": 24, "num_experts": 8, "norm_topk_prob": True}
+_ERNIE: dict[str, Any] = {
+    **_GROUPED_QUERY, "moe_num_experts": 8, "moe_intermediate_size": 24, "rope_parameters": _PLAIN,
+}  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("DeepseekV2", {
@@ -85,6 +88,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "first_k_dense_replace": 1, "num_mtp_layers": 0,
         "rope_parameters": {**_MILLION, "partial_rotary_factor": 0.5},
     }),
+    "ernie4-5-moe": ("Ernie4_5_Moe", {
+        **_ERNIE, "moe_k": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "rms_norm_eps": 1e-5,
+    }),
+    # layers 1 and 3 alone, one expert for each token, none shared
+    "ernie4-5-moe-interval": ("Ernie4_5_Moe", {
+        **_ERNIE, "head_dim": 24, "moe_k": 1, "moe_num_shared_experts": 0, "moe_layer_start_index": 0,
+        "moe_layer_interval": 2, "tie_word_embeddings": True,
+    }),
 }  # fmt: skip
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
 
@@ -105,12 +116,12 @@ def make(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32)
     model = getattr(transformers, f"{name}ForCausalLM")(config(case))
     fill(model, seed)
     if dtype != torch.float32:
-        biases = {key: value.clone() for key, value in model.named_buffers() if key.endswith("correction_bias")}
+        biases = {key: value.clone() for key, value in model.state_dict().items() if key.endswith("correction_bias")}
         model.to(dtype)
         model.config.dtype = dtype
         for key, value in biases.items():
             owner, _, attribute = key.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, torch.nn.Buffer(value))
+            getattr(model.get_submodule(owner), attribute).data = value
     model.eval()
     model.save_pretrained(folder)
     return model
@@ -125,7 +136,9 @@ def fill(model: torch.nn.Module, seed: int) -> None:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if name.endswith("e_score_correction_bias"):
+                parameter.copy_(4.0 + 0.1 * drawn(parameter))
+            elif "norm" in name:
                 parameter.copy_(1.0 + 0.25 * drawn(parameter))
             elif name.endswith(".bias"):
                 parameter.copy_(0.5 * drawn(parameter))

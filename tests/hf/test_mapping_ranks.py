@@ -47,7 +47,7 @@ LAYOUTS = {
     "PP2": Layout(2, PP2, ("qwen3-moe-tied", "deepseek-v2")),
     "EP2": Layout(2, {**EP2, "use_distributed_optimizer": True}, ("moonlight", "qwen3-moe")),
     "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral",)),
-    "TP2xEP2, experts whole": Layout(2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}, ("glm4-moe",)),
+    "TP2xEP2, experts whole": Layout(2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}, ("glm4-moe", "ernie4-5-moe")),
     "VPP": Layout(2, VPP, ("deepseek-v3",), ("deepseek-v3", "qwen3-moe-tied", "qwen2-moe")),
     "CP2": Layout(2, {**EP2, "context_parallel_size": 2}, ONE_OF_EACH_ATTENTION, ONE_OF_EACH_ATTENTION),
 }
@@ -71,9 +71,10 @@ def reference(case: str, seed: int, folder: Path) -> Reference:
     batch = cases.batch_of(tiny_models.VOCABULARY)
     choices: dict[int, torch.Tensor] = {}
     for layer, block in enumerate(model.model.layers):
-        if hasattr(block.mlp, "experts"):
+        mlp = getattr(block, "block_sparse_moe", None) or block.mlp
+        if hasattr(mlp, "experts"):
             keep = lambda module, args, layer=layer: choices.__setitem__(layer, args[1])  # noqa: E731
-            block.mlp.experts.register_forward_pre_hook(keep)
+            mlp.experts.register_forward_pre_hook(keep)
     logits = model(batch["tokens"], use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
     loss.backward()

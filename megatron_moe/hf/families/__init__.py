@@ -13,6 +13,7 @@ _FILES = """
     mixtral
     qwen2_moe qwen3_moe
     glm4_moe
+    ernie4_5_moe
 """.split()
 """In this order a model that was trained here is offered to them, and the first whose format describes it is taken."""
 FAMILIES: dict[str, Family] = {
