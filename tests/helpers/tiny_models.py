@@ -43,6 +43,10 @@ _QWEN3: dict[str, Any] = {**_GROUPED_QUERY, "moe_intermediate_size": 24, "num_ex
 _ERNIE: dict[str, Any] = {
     **_GROUPED_QUERY, "moe_num_experts": 8, "moe_intermediate_size": 24, "rope_parameters": _PLAIN,
 }  # fmt: skip
+_GRANITE: dict[str, Any] = {
+    **_GROUPED_QUERY, "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4, "logits_scaling": 2.5, "attention_multiplier": 0.17, "rope_parameters": _PLAIN,
+}  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("DeepseekV2", {
@@ -96,6 +100,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **_ERNIE, "head_dim": 24, "moe_k": 1, "moe_num_shared_experts": 0, "moe_layer_start_index": 0,
         "moe_layer_interval": 2, "tie_word_embeddings": True,
     }),
+    "hunyuan-v1-moe": ("HunYuanMoEV1", {
+        **_GROUPED_QUERY, "head_dim": 24, "num_experts": 8, "moe_topk": 3, "rms_norm_eps": 1e-2,
+        "rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 1.0, "alpha": 100.0},
+    }),
+    "granitemoe": ("GraniteMoe", {**_GRANITE, "tie_word_embeddings": True}),
+    "granitemoeshared": ("GraniteMoeShared", {**_GRANITE, "shared_intermediate_size": 40}),
 }  # fmt: skip
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
 

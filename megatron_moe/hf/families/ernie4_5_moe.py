@@ -54,6 +54,7 @@ def write(run: Run) -> dict[str, Any]:
         **parts.attention_keys(run),
         "intermediate_size": run.derived.ffn_hidden_size,
         "use_bias": False,
+        "pad_token_id": None,  # else transformers takes token 0 for padding
         "moe_num_experts": run.moe.num_experts,
         "moe_k": run.moe.moe_router_topk,
         "moe_intermediate_size": run.derived.moe_ffn_hidden_size,
