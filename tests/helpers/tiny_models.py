@@ -95,9 +95,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4-5-moe": ("Ernie4_5_Moe", {
         **_ERNIE, "moe_k": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "rms_norm_eps": 1e-5,
     }),
-    # layers 1 and 3 alone, one expert for each token, none shared
+    # layers 1 and 3 alone, no shared expert
     "ernie4-5-moe-interval": ("Ernie4_5_Moe", {
-        **_ERNIE, "head_dim": 24, "moe_k": 1, "moe_num_shared_experts": 0, "moe_layer_start_index": 0,
+        **_ERNIE, "head_dim": 24, "moe_k": 2, "moe_num_shared_experts": 0, "moe_layer_start_index": 1,
         "moe_layer_interval": 2, "tie_word_embeddings": True,
     }),
     "hunyuan-v1-moe": ("HunYuanMoEV1", {
