@@ -35,6 +35,10 @@ _DEEPSEEK_V3: dict[str, Any] = {
     **_LATENT, "q_lora_rank": 24, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4,
     "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
 }  # fmt: skip
+_BIASED: dict[str, Any] = {
+    "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 _QWEN2: dict[str, Any] = {
     **_GROUPED_QUERY, "num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
     "qkv_bias": True,
@@ -84,6 +88,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1,
         "first_k_dense_replace": 1, "num_mtp_layers": 0,
         "rope_parameters": {**_MILLION, "partial_rotary_factor": 0.5},
+    }),
+    "glm4-moe-lite": ("Glm4MoeLite", {
+        **{key: value for key, value in _DEEPSEEK_V3.items() if key != "num_mtp_layers"},
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "first_k_dense_replace": 2,
+        "rms_norm_eps": 1e-2, "rope_parameters": _MILLION,
+    }),
+    "dots1": ("Dots1", {
+        **_GROUPED_QUERY, **_BIASED, "head_dim": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+        "sliding_window": None, "rope_parameters": _PLAIN,
+    }),
+    "solar-open": ("SolarOpen", {
+        **{key: value for key, value in _GROUPED_QUERY.items() if key != "intermediate_size"}, **_BIASED,
+        "head_dim": 24, "attention_bias": True, "n_group": 1, "topk_group": 1, "rope_parameters": _MILLION,
     }),
 }  # fmt: skip
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""

@@ -78,7 +78,12 @@ def _rank_of_queries(settings: Settings) -> Settings | None:
 
 
 def _one_layer(settings: Settings) -> Settings:
-    firsts = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    firsts = {
+        "first_k_dense_replace": 0,
+        "mlp_layer_types": ["sparse"],
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    }
     return {"num_hidden_layers": 1, **{key: value for key, value in firsts.items() if key in settings}}
 
 
@@ -113,7 +118,10 @@ def _shared(settings: Settings) -> Settings | None:
 
 def _dense_layers(settings: Settings) -> Settings | None:
     if "first_k_dense_replace" in settings:
-        return {"first_k_dense_replace": 0 if settings["first_k_dense_replace"] else 2}
+        dense = 0 if settings["first_k_dense_replace"] else 2
+        listed = (["dense"] * dense + ["sparse"] * settings["num_hidden_layers"])[: settings["num_hidden_layers"]]
+        kinds = {"mlp_layer_types": listed} if "mlp_layer_types" in settings else {}
+        return {"first_k_dense_replace": dense, **kinds}
     return {"mlp_only_layers": [0, 2], "decoder_sparse_step": 1} if "decoder_sparse_step" in settings else None
 
 
