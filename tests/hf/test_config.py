@@ -57,7 +57,10 @@ def test_both_spellings_say_the_same_without_a_note(case):
     hub = read(tiny_models.hub_spelling(saved(case)))
     assert v5.flat == hub.flat
     assert v5.notes == hub.notes == []
-    assert v5.family is hub.family is family_of_run(build(v5.flat))
+    assert v5.family is hub.family
+    # one that was trained here may be another family's too, whose format says the same
+    run = build(v5.flat)
+    assert hf_config.differences(run, read(hf_config.config_of(run, family_of_run(run), "bfloat16")).flat) == []
 
 
 @pytest.mark.parametrize("case", tiny_models.CASES)
@@ -78,7 +81,7 @@ def test_another_number_of_positions_leaves_the_model_as_it_was(case):
 @pytest.mark.parametrize("case", tiny_models.CASES)
 def test_a_written_configuration_is_read_as_the_run_and_by_transformers(case):
     run = build(read(saved(case)).flat)
-    written = hf_config.config_of(run, family_of_run(run), "bfloat16")
+    written = hf_config.config_of(run, read(saved(case)).family, "bfloat16")
     assert read(written).flat == read(saved(case)).flat
     assert hf_config.differences(run, read(written).flat) == []
     model = loaded(written)
@@ -234,7 +237,7 @@ def test_one_scale_of_yarn_alone_is_told_since_implementations_differ():
 # ---- multi-token prediction, quantisation, what is missing
 
 
-@pytest.mark.parametrize("case", ["deepseek-v3", "glm4-moe"])
+@pytest.mark.parametrize("case", ["deepseek-v3", "glm4-moe", "glm4-moe-lite"])
 def test_prediction_layers_are_read_where_their_tensors_are(case):
     promised = {**saved(case), "num_nextn_predict_layers": 2}
     assert read(promised, prediction=True).flat["mtp_num_layers"] == 2

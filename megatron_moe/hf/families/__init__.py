@@ -12,9 +12,9 @@ _FILES = """
     deepseek_v2 deepseek_v3
     mixtral
     qwen2_moe qwen3_moe
-    glm4_moe
-    ernie4_5_moe
-    hunyuan_v1_moe
+    glm4_moe glm4_moe_lite
+    dots1 solar_open
+    ernie4_5_moe hunyuan_v1_moe
     granitemoe granitemoeshared
 """.split()
 """In this order a model that was trained here is offered to them, and the first whose format describes it is taken."""
@@ -32,7 +32,6 @@ for _reason, _kinds in {
     ),
     "the first DeepSeek-MoE has no latent attention and its own format": "deepseek",
     "its attention reads a selection of the keys, which the attention here does not": "deepseek_v32 glm_moe_dsa",
-    "it is GLM with latent attention, which is not one of the combinations checked here": "glm4_moe_lite",
     "it normalises queries and keys over all heads together, and the attention here over each head": (
         "olmoe flex_olmo minimax_m2"
     ),
