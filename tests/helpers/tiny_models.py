@@ -45,10 +45,11 @@ _QWEN2: dict[str, Any] = {
 }  # fmt: skip
 _QWEN3: dict[str, Any] = {**_GROUPED_QUERY, "moe_intermediate_size": 24, "num_experts": 8, "norm_topk_prob": True}
 _ERNIE: dict[str, Any] = {
-    **_GROUPED_QUERY, "moe_num_experts": 8, "moe_intermediate_size": 24, "rope_parameters": _PLAIN,
+    **_GROUPED_QUERY, "moe_num_experts": 8, "moe_intermediate_size": 24, "rms_norm_eps": 1e-5,
+    "rope_parameters": _PLAIN,
 }  # fmt: skip
 _GRANITE: dict[str, Any] = {
-    **_GROUPED_QUERY, "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 3.0,
+    **_GROUPED_QUERY, "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "rms_norm_eps": 1e-5,
     "residual_multiplier": 0.4, "logits_scaling": 2.5, "attention_multiplier": 0.17, "rope_parameters": _PLAIN,
 }  # fmt: skip
 
@@ -97,7 +98,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {**_MILLION, "partial_rotary_factor": 0.5},
     }),
     "ernie4-5-moe": ("Ernie4_5_Moe", {
-        **_ERNIE, "moe_k": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "rms_norm_eps": 1e-5,
+        **_ERNIE, "moe_k": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
     }),
     # layers 1 and 3 alone, no shared expert
     "ernie4-5-moe-interval": ("Ernie4_5_Moe", {

@@ -21,9 +21,12 @@ Tensors = dict[str, Tensor]
 
 # ---- Odd configurations: what is changed in a case's settings.
 
-EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
-SHARED = ("shared_expert_intermediate_size",)
+SHARED = {
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 72),
+    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), 3),
+}
 
 
 def _named(settings: Settings, names: tuple[str, ...]) -> str | None:
@@ -83,6 +86,8 @@ def _one_layer(settings: Settings) -> Settings:
         "mlp_layer_types": ["sparse"],
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
+        "moe_layer_start_index": 0,
+        "moe_layer_interval": 1,
     }
     return {"num_hidden_layers": 1, **{key: value for key, value in firsts.items() if key in settings}}
 
@@ -111,9 +116,8 @@ def _odd_experts(settings: Settings) -> Settings | None:
 
 
 def _shared(settings: Settings) -> Settings | None:
-    if _named(settings, SHARED):
-        return {SHARED[0]: 72}
-    return {"n_shared_experts": 3} if settings.get("n_shared_experts") else None
+    found = [name for name in SHARED if settings.get(name)]
+    return {found[0]: SHARED[found[0]]} if found else None
 
 
 def _dense_layers(settings: Settings) -> Settings | None:
@@ -122,6 +126,8 @@ def _dense_layers(settings: Settings) -> Settings | None:
         listed = (["dense"] * dense + ["sparse"] * settings["num_hidden_layers"])[: settings["num_hidden_layers"]]
         kinds = {"mlp_layer_types": listed} if "mlp_layer_types" in settings else {}
         return {"first_k_dense_replace": dense, **kinds}
+    if "moe_layer_start_index" in settings:
+        return {"moe_layer_start_index": 1, "moe_layer_end_index": 2, "moe_layer_interval": 1}
     return {"mlp_only_layers": [0, 2], "decoder_sparse_step": 1} if "decoder_sparse_step" in settings else None
 
 
@@ -133,6 +139,13 @@ def _widths(settings: Settings) -> Settings:
 def _share_rotated(settings: Settings) -> Settings | None:
     rope = settings["rope_parameters"]
     return _rope(settings, partial_rotary_factor=0.25) if "partial_rotary_factor" in rope else None
+
+
+FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+
+
+def _factors(settings: Settings) -> Settings | None:
+    return dict.fromkeys(FACTORS, 0.7) if FACTORS[0] in settings else None
 
 
 CONFIGURATIONS: dict[str, Callable[[Settings], Settings | None]] = {
@@ -153,6 +166,7 @@ CONFIGURATIONS: dict[str, Callable[[Settings], Settings | None]] = {
     "dense layers": _dense_layers,
     "weights of experts": _toggled("norm_topk_prob"),
     "scale of experts": _set("routed_scaling_factor", to=1.7),
+    "factors": _factors,
     "one group": lambda settings: _fewer_groups(settings) if (settings.get("n_group") or 1) > 1 else None,
     "biases": _toggled("attention_bias", "qkv_bias"),
     "norms of heads": _toggled("use_qk_norm"),
@@ -162,7 +176,10 @@ CONFIGURATIONS: dict[str, Callable[[Settings], Settings | None]] = {
 }
 """Name -> what it changes, of a case's settings; None where the family has nothing to change."""
 
+_WEIGHT_IS_ONE = {"one chosen": "the weight of one expert is 1, and what reaches its router is rounding"}
 NOT_OF: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("ernie4-5-moe", "ernie4-5-moe-interval", "hunyuan-v1-moe"), _WEIGHT_IS_ONE),
+    **dict.fromkeys(("granitemoe", "granitemoeshared"), _WEIGHT_IS_ONE),
     "deepseek-v2": {"weights of experts": "transformers reads no norm_topk_prob there"},
 }
 """Case -> configurations that its class does not have, with the reason."""
@@ -258,6 +275,9 @@ def _of_expert(
     """Change one matrix of all experts of each layer together."""
     changed, before = dict(tensors), f"{names.experts.format(e=0)}{names.matrices[matrix]}.weight"
     for head, _ in _matching(tensors, before):
+        if "{e}" not in names.experts:  # all of them in one tensor
+            changed[head + before] = torch.stack(change(list(tensors[head + before])))
+            continue
         every, e = [], 0
         while (name := f"{head}{names.experts.format(e=e)}{names.matrices[matrix]}.weight") in tensors:
             every.append(name)
@@ -267,8 +287,10 @@ def _of_expert(
 
 
 def _gate_is_up(tensors: Tensors, names: TensorNames, settings: Settings) -> Tensors:
-    gate, up, _ = names.matrices
+    gate, up, *rest = names.matrices
     changed = dict(tensors)
+    if not rest:  # both in one tensor
+        return _each(tensors, f"{gate}.weight", lambda value: value.roll(value.shape[-2] // 2, -2))
     for name, value in tensors.items():
         if name.endswith(f"{gate}.weight") and (other := name.replace(f"{gate}.weight", f"{up}.weight")) in tensors:
             changed[name], changed[other] = tensors[other], value
@@ -306,18 +328,18 @@ OF_TENSORS: dict[str, Callable[[Tensors, TensorNames, Settings], Tensors | None]
     "values behind keys": _values_behind_keys,
     "latent norm left out": lambda t, n, s: _each(t, "kv_a_layernorm.weight", torch.ones_like),
     "output of attention transposed": lambda t, n, s: _transposed(t, "self_attn.o_proj.weight"),
-    "down of experts transposed": lambda t, n, s: _of_expert(t, n, lambda v: [m.t().reshape(m.shape) for m in v], 2),
-    "experts rolled": lambda t, n, s: _of_expert(t, n, lambda v: v[1:] + v[:1], 2),
+    "down of experts transposed": lambda t, n, s: _of_expert(t, n, lambda v: [m.t().reshape(m.shape) for m in v], -1),
+    "experts rolled": lambda t, n, s: _of_expert(t, n, lambda v: v[1:] + v[:1], -1),
     "first expert for all": lambda t, n, s: _of_expert(t, n, lambda v: [v[0]] * len(v), 0),
     "router rolled": lambda t, n, s: _each(t, n.router, lambda value: value.roll(1, 0)),
     "router's bias rounded": lambda t, n, s: _each(t, n.router_bias, lambda value: value.bfloat16().float()),
     "router's bias left out": lambda t, n, s: _each(t, n.router_bias, torch.zeros_like),
-    "shared expert scaled": lambda t, n, s: _each(t, f"{n.shared}{n.matrices[2]}.weight", lambda value: 0.5 * value),
+    "shared expert scaled": lambda t, n, s: _each(t, f"{n.shared}{n.matrices[-1]}.weight", lambda value: 0.5 * value),
     "shared expert's gate left out": lambda t, n, s: _each(t, n.shared_gate, torch.zeros_like),
     "layers exchanged": _layers_exchanged,
     "output tied": lambda t, n, s: _each(t, "lm_head.weight", lambda _: t[f"{n.model}embed_tokens.weight"].clone()),
     "tokens shifted": lambda t, n, s: _each(t, f"{n.model}embed_tokens.weight", lambda value: value.roll(1, 0)),
-    "dense MLP transposed": lambda t, n, s: _transposed(t, f"mlp.{n.matrices[2]}.weight"),
+    "dense MLP transposed": lambda t, n, s: _transposed(t, f"mlp.{n.matrices[-1]}.weight"),
 }
 """Name -> the tensors of the folder as a wrong converter has them; the same ones where the family has none of them."""
 
@@ -356,6 +378,12 @@ OF_SETTINGS: dict[str, Callable[[Settings], Settings | None]] = {
     "one expert fewer": _instead("moe_router_topk", lambda chosen: chosen - 1),
     "dense layers off by one": _dense_off_by_one,
     "no norms of heads": _instead("qk_layernorm", False),
+    "norms before the rotation": _instead("qk_layernorm_after_rotation", False),
+    "other pairs rotated": _instead("rotary_interleaved", lambda pairs: not pairs),
+    "scale of the softmax": _instead("softmax_scale", lambda scale: 2 * scale),
+    "embeddings as they are": _instead("embedding_multiplier", 1.0),
+    "residuals as they are": _instead("residual_multiplier", 1.0),
+    "logits as they are": _instead("logits_scaling", 1.0),
     "no biases": _instead("add_qkv_bias", False),
     "output tied": _instead("untie_embeddings_and_output_weights", lambda untied: not untied),
     "no shared expert": _instead("moe_shared_expert_intermediate_size", lambda width: None),
