@@ -22,6 +22,8 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     (_EVERY, "context_parallel_size", lambda size: size > 1, _EXCHANGES),
     (_EVERY, "overlap_moe_expert_parallel_comm", bool, "layers run in parts"),
     (_EVERY, "fine_grained_activation_offloading", bool, "a graph's activations stay where they are"),
+    (_EVERY, "residual_multiplier", lambda factor: factor != 1.0, "scaled sums were not captured on a device"),
+    ("attn", "qk_layernorm_after_rotation", bool, "norms after the rotation were not captured on a device"),
     (_EVERY, "recompute_granularity", lambda kind: kind == "full", "whole layers are recomputed"),
     ("attn", "reset_attention_mask", bool, "the host has to know where documents begin"),
     ("attn mlp", "transformer_impl", lambda kind: kind != "local", "Transformer Engine's modules are not captured"),

@@ -71,6 +71,15 @@ class ModelConfig:
     )
     add_qkv_bias: bool = setting(False, "biases in the query, key and value projections only")
     qk_layernorm: bool = setting(False, "normalise queries and keys (latent attention: the two latent norms)")
+    qk_layernorm_after_rotation: bool = setting(False, "with it: normalise after the rotation, not before (Hunyuan)")
+    softmax_scale: float | None = setting(
+        None, "multiply attention logits by this; default 1 / sqrt(width of a head)", within=POSITIVE
+    )
+    embedding_multiplier: float = setting(1.0, "multiply embeddings by this (Granite)", within=POSITIVE)
+    residual_multiplier: float = setting(
+        1.0, "multiply what attention and MLP add to the stream by this (Granite)", within=POSITIVE
+    )
+    logits_scaling: float = setting(1.0, "divide the logits by this (Granite)", within=POSITIVE)
     multi_latent_attention: bool = setting(False, "DeepSeek's multi-head latent attention (MLA)")
     q_lora_rank: int | None = setting(None, "MLA: rank of the query compression; default none", within=POSITIVE_COUNT)
     kv_lora_rank: int = setting(512, "MLA: rank of the key/value compression", within=POSITIVE_COUNT)

@@ -112,6 +112,15 @@ def _has_query_latent(run: Run) -> bool:
     return _is_latent(run) and run.model.q_lora_rank is not None
 
 
+def _norms_query_latent(run: Run) -> bool:
+    return run.model.qk_layernorm and _has_query_latent(run)
+
+
+def _norms_heads(run: Run, after_rotation: bool) -> bool:
+    model = run.model
+    return model.qk_layernorm and not _is_latent(run) and model.qk_layernorm_after_rotation == after_rotation
+
+
 def _norm_emits(run: Run, kept: tuple[str, ...]) -> str:
     """Return the model's dtype if a norm reads an fp32 residual stream, otherwise that of its input."""
     return MODEL if run.precision.fp32_residual_connection else INPUT
@@ -168,11 +177,15 @@ ATTENTION = ModelPart(
         "linear_kv_up_proj": ModelPart(WEIGHT, when=_is_latent),
         "kv_layernorm": replace(NORM, when=lambda run: _is_latent(run) and run.model.qk_layernorm),
         # both
-        "q_layernorm": replace(
-            NORM, when=lambda run: run.model.qk_layernorm and (_has_query_latent(run) or not _is_latent(run))
+        "q_layernorm": replace(NORM, when=lambda run: _norms_heads(run, False) or _norms_query_latent(run)),
+        "k_layernorm": replace(NORM, when=lambda run: _norms_heads(run, False)),
+        "core_attention": ModelPart(
+            alias="softmax",
+            parts={
+                "q_layernorm": replace(NORM, when=lambda run: _norms_heads(run, True)),
+                "k_layernorm": replace(NORM, when=lambda run: _norms_heads(run, True)),
+            },
         ),
-        "k_layernorm": replace(NORM, when=lambda run: run.model.qk_layernorm and not _is_latent(run)),
-        "core_attention": ModelPart(alias="softmax"),
         "linear_proj": LINEAR,
     },
 )

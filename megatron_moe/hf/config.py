@@ -250,6 +250,7 @@ def _meaning(run: Run) -> dict[str, Any]:
         "num_query_groups": None if latent else run.derived.num_query_groups,
         "kv_channels": None if latent else run.derived.head_size,
         "rotary_interleaved": run.model.rotary_interleaved and not latent,
+        "softmax_scale": None if latent else run.model.softmax_scale or run.derived.head_size**-0.5,
         "mscale": round(amplitude(run), 12),
         "moe_layer_freq": pattern,
         "moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size,

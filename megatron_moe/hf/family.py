@@ -15,18 +15,19 @@ class TensorNames:
     """The names of those tensors that families name differently; those of a layer are relative to it.
 
     model: prefix of all tensors but the output layer. norms: before attention and before the MLP. head_norms: of
-    queries and of keys. experts: prefix of an expert's matrices, {e} being its number. matrices: names of gate, up and
-    down. router: the gate's weight. router_bias: its expert_bias. shared: prefix of the shared expert; its gate is
-    named `shared_gate`.
+    queries and of keys. experts: prefix of an expert's matrices, {e} being its number; without it all experts are in each. matrices: names of gate, up and
+    down; two names are of gate and up in one, and down. router: the gate's weight. router_bias: its expert_bias, which is [1, E] where `bias_is_row`. shared: prefix of
+    the shared expert; its gate is named `shared_gate`.
     """
 
     model: str = "model."
     norms: tuple[str, str] = ("input_layernorm.weight", "post_attention_layernorm.weight")
     head_norms: tuple[str, str] = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
     experts: str = "mlp.experts.{e}."
-    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    matrices: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     router: str = "mlp.gate.weight"
     router_bias: str = "mlp.gate.e_score_correction_bias"
+    bias_is_row: bool = False
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate.weight"
 

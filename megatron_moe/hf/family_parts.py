@@ -26,18 +26,29 @@ def layer_freq(keys: Keys, decided_by: str, pattern: list[int]) -> int | str:
     return "+".join(f"[{kind}]" + (f"*{count}" if count > 1 else "") for kind, count in runs)
 
 
-def routed_and_shared(keys: Keys, *aliases: str) -> dict[str, Any]:
+def routed_and_shared(keys: Keys, *aliases: str, kinds: bool = False) -> dict[str, Any]:
     """Return the experts' settings of DeepSeek and GLM: routed ones, shared ones as one MLP, dense layers first.
 
     Args:
         aliases: other names of n_routed_experts.
+        kinds: whether mlp_layer_types, where it is given, has the kind of each layer.
     """
     experts = expert_count(keys, "n_routed_experts", *aliases)
     width = keys.integer("moe_intermediate_size")
     factor = keys.number("routed_scaling_factor")
     shared = None if keys.is_null("n_shared_experts") else keys.integer("n_shared_experts") * width
-    layers, dense = keys.integer("num_hidden_layers", high=MOST_LAYERS), keys.integer("first_k_dense_replace", low=0)
-    pattern = ([0] * min(dense, layers) + [1] * layers)[:layers]
+    layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
+    listed = keys.raw("mlp_layer_types") if kinds else None
+    if listed is None:
+        dense = keys.integer("first_k_dense_replace", low=0)
+        pattern = ([0] * min(dense, layers) + [1] * layers)[:layers]
+    elif not isinstance(listed, list) or len(listed) != layers or not {*map(str, listed)} <= {"dense", "sparse"}:
+        raise keys.refusal("mlp_layer_types", f'has to be a list of {layers} names, "dense" or "sparse"')
+    else:
+        pattern = [int(kind == "sparse") for kind in listed]
+        dense = keys.integer("first_k_dense_replace", low=0, default=pattern.index(1) if any(pattern) else 0)
+        if pattern != ([0] * min(dense, layers) + [1] * layers)[:layers]:
+            raise keys.refusal("mlp_layer_types", f"contradicts first_k_dense_replace {dense}: dense layers come first")
     moe_layer_freq = layer_freq(keys, "first_k_dense_replace", pattern)
     keys.only("moe_layer_freq", (1, pattern), "every layer after first_k_dense_replace is a MoE layer")
     return {
@@ -56,12 +67,26 @@ def expert_count(keys: Keys, *names: str) -> int:
     return keys.integer(*names, low=2, high=max(_MOST_EXPERTS // layers, 2))
 
 
-def topk(keys: Keys, experts: int) -> int:
-    """Return the number of experts per token, at most `experts`."""
-    chosen = keys.integer("num_experts_per_tok")
+def topk(keys: Keys, experts: int, *names: str) -> int:
+    """Return the number of experts per token, at most `experts`; names: of its key, default num_experts_per_tok."""
+    names = names or ("num_experts_per_tok",)
+    chosen = keys.integer(*names)
     if chosen > experts:
-        raise keys.refusal("num_experts_per_tok", f"there are {experts} experts; that many or less")
+        raise keys.refusal(keys.spelled(names), f"there are {experts} experts; that many or less")
     return chosen
+
+
+def softmax_of_chosen(chosen: int) -> dict[str, Any]:
+    """Return the router's settings for weights that are a softmax over the chosen experts' logits.
+
+    Over one expert it is 1, and the gate has no gradient: it is applied before the choice.
+    """
+    return {
+        "moe_router_topk": chosen,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": chosen == 1,
+        "moe_router_norm_topk_prob": True if chosen == 1 else None,
+    }
 
 
 def groups_of_experts(keys: Keys, experts: int, chosen: int, score: str) -> dict[str, Any]:
@@ -88,9 +113,9 @@ def groups_of_experts(keys: Keys, experts: int, chosen: int, score: str) -> dict
     }
 
 
-def biased_sigmoid(keys: Keys, experts: int, chosen: int) -> dict[str, Any]:
-    """Return the router's settings of DeepSeek-V3 and GLM-4.5."""
-    keys.only("scoring_func", ("sigmoid",), "these models' scores are sigmoids")
+def biased_sigmoid(keys: Keys, experts: int, chosen: int, *names: str) -> dict[str, Any]:
+    """Return the router's settings of DeepSeek-V3 and GLM-4.5. names: other names of its score."""
+    keys.only("scoring_func", ("sigmoid", *names), "these models' scores are sigmoids")
     return {
         **groups_of_experts(keys, experts, chosen, "top2"),
         "moe_router_score_function": "sigmoid",

@@ -22,6 +22,7 @@ from megatron_moe.hf.transforms import (
     ExpertGateUp,
     GateThenUp,
     QueryKeyValue,
+    Reshape,
     Shape,
     Transform,
     Vocabulary,
@@ -104,8 +105,9 @@ def _attention(run: Run, names: TensorNames) -> Iterator[MappingRule]:
         if model.add_qkv_bias:
             yield MappingRule(f"{here}linear_qkv.bias", biases, QueryKeyValue(*sizes))
         if model.qk_layernorm:
-            yield MappingRule(f"{here}q_layernorm.weight", (names.head_norms[0],), Copy((per_head,)))
-            yield MappingRule(f"{here}k_layernorm.weight", (names.head_norms[1],), Copy((per_head,)))
+            place = f"{here}core_attention." if model.qk_layernorm_after_rotation else here
+            yield MappingRule(f"{place}q_layernorm.weight", (names.head_norms[0],), Copy((per_head,)))
+            yield MappingRule(f"{place}k_layernorm.weight", (names.head_norms[1],), Copy((per_head,)))
         return
     query, rotated, kv_rank = model.qk_head_dim, model.qk_pos_emb_head_dim, model.kv_lora_rank
     query_width, rank = heads * (query + rotated), model.q_lora_rank
@@ -123,11 +125,13 @@ def _attention(run: Run, names: TensorNames) -> Iterator[MappingRule]:
     yield MappingRule(f"{here}linear_kv_up_proj.weight", (f"{there}kv_b_proj.weight",), up)
 
 
-def _mlp(run: Run, here: str, there: str, width: int) -> Iterator[MappingRule]:
+def _mlp(run: Run, names: TensorNames, here: str, there: str, width: int) -> Iterator[MappingRule]:
     """Yield the rows of a gated MLP: that of a dense layer, or the shared expert."""
-    hidden, gate_and_up = run.model.hidden_size, (f"{there}gate_proj.weight", f"{there}up_proj.weight")
-    yield MappingRule(f"{here}linear_fc1.weight", gate_and_up, GateThenUp(width, hidden))
-    yield MappingRule(f"{here}linear_fc2.weight", (f"{there}down_proj.weight",), Copy((hidden, width)))
+    hidden = run.model.hidden_size
+    *gate_and_up, down = (f"{there}{matrix}.weight" for matrix in names.matrices)
+    first = GateThenUp(width, hidden) if len(gate_and_up) == 2 else Copy((2 * width, hidden))
+    yield MappingRule(f"{here}linear_fc1.weight", tuple(gate_and_up), first)
+    yield MappingRule(f"{here}linear_fc2.weight", (down,), Copy((hidden, width)))
 
 
 def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
@@ -135,9 +139,10 @@ def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
     moe, hidden, experts = run.moe, run.model.hidden_size, run.moe.num_experts or 0
     yield MappingRule("mlp.router.weight", (names.router,), Copy((experts, hidden)))
     if moe.moe_router_enable_expert_bias:
-        yield MappingRule("mlp.router.expert_bias", (names.router_bias,), Copy((experts,)), fp32=True)
+        bias = Reshape((1, experts), (experts,)) if names.bias_is_row else Copy((experts,))
+        yield MappingRule("mlp.router.expert_bias", (names.router_bias,), bias, fp32=True)
     if moe.moe_shared_expert_intermediate_size is not None:
-        yield from _mlp(run, "mlp.shared_experts.", names.shared, moe.moe_shared_expert_intermediate_size)
+        yield from _mlp(run, names, "mlp.shared_experts.", names.shared, moe.moe_shared_expert_intermediate_size)
         if moe.moe_shared_expert_gate:
             yield MappingRule("mlp.shared_experts.gate_weight", (names.shared_gate,), Copy((1, hidden)))
 
@@ -192,14 +197,19 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
 def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[MappedBlock]:
     yield from _pieces(_attention(run, names), here, there)
     if not is_moe:
-        yield from _pieces(_mlp(run, "mlp.", "mlp.", run.derived.ffn_hidden_size), here, there)
+        yield from _pieces(_mlp(run, names, "mlp.", "mlp.", run.derived.ffn_hidden_size), here, there)
         return
     yield from _pieces(_moe(run, names), here, there)
-    gate, up, down = (f"{there}{names.experts}{matrix}.weight" for matrix in names.matrices)
-    sizes = (run.derived.moe_ffn_hidden_size, run.model.hidden_size)
-    first, second = ExpertGateUp(*sizes), ExpertDown(*sizes)
-    for e in range(run.moe.num_experts or 0):  # each is a block of the tensors of all experts
-        both = (gate.format(e=e), up.format(e=e))
+    *gate_and_up, down = (f"{there}{names.experts}{matrix}.weight" for matrix in names.matrices)
+    experts, width, hidden = run.moe.num_experts or 0, run.derived.moe_ffn_hidden_size, run.model.hidden_size
+    if "{e}" not in names.experts:
+        stacked = Reshape((experts, 2 * width, hidden), (experts, 2, width, hidden))
+        yield MappedBlock(f"{here}mlp.experts.weight1", (0, 0, 0, 0), tuple(gate_and_up), stacked)
+        yield MappedBlock(f"{here}mlp.experts.weight2", (0, 0, 0), (down,), Copy((experts, hidden, width)))
+        return
+    first, second = ExpertGateUp(width, hidden), ExpertDown(width, hidden)
+    for e in range(experts):  # each is a block of the tensors of all experts
+        both = tuple(name.format(e=e) for name in gate_and_up)
         yield MappedBlock(f"{here}mlp.experts.weight1", (e, 0, 0, 0), both, first)
         yield MappedBlock(f"{here}mlp.experts.weight2", (e, 0, 0), (down.format(e=e),), second)
 

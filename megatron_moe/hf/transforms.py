@@ -54,6 +54,19 @@ class Copy(Transform):
         return [block]
 
 
+class Reshape(Transform):
+    """A transform of a tensor of one shape <-> its elements, in their order, in another."""
+
+    def __init__(self, hf_shape: Shape, native_shape: Shape) -> None:
+        self.hf_shapes, self.native_shape = (hf_shape,), native_shape
+
+    def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].reshape(self.native_shape)
+
+    def to_hf(self, block: Tensor) -> list[Tensor]:
+        return [block.reshape(self.hf_shapes[0])]
+
+
 class GateThenUp(Transform):
     """A transform of gate [F, H] and up [F, H] <-> the gate's rows, then those of up: [2 F, H]."""
 

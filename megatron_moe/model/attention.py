@@ -29,6 +29,7 @@ from megatron_moe.model.context_parallel import (
     of_one_width,
     wide,
 )
+from megatron_moe.model.norm import RMSNorm
 from megatron_moe.parallel.sequence import Documents, all_gather_sequence
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig, ProcessGroups
 
@@ -88,6 +89,10 @@ class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
                 raise ValueError("attention under context parallelism needs pg_collection, for its group cp")
             self._kernel = self._in_pieces
 
+    def compared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries [S, B, n, dk] and keys [S, B, g, dk] as their products are taken: here as they are given."""
+        return query, key
+
     def forward(
         self,
         query: Tensor,
@@ -125,6 +130,23 @@ class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
                 query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), scale, dropout
             )
         return context.permute(2, 0, 1, 3).to(query.dtype).reshape(*query.shape[:2], -1)
+
+
+class NormedCoreAttention(SDPACoreAttention):
+    """SDPACoreAttention that normalises each head of the queries and keys it is given: after their rotation."""
+
+    def __init__(self, config: EngineConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.q_layernorm = RMSNorm(config, config.kv_channels, config.layernorm_epsilon)
+        self.k_layernorm = RMSNorm(config, config.kv_channels, config.layernorm_epsilon)
+
+    def compared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both normalised."""
+        return self.q_layernorm(query), self.k_layernorm(key)
+
+    def forward(self, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Return what SDPACoreAttention returns."""
+        return super().forward(*self.compared(query, key), *args, **options)
 
 
 LOGITS_AT_A_TIME = 2**24
@@ -171,6 +193,10 @@ class MeasuredCoreAttention(SDPACoreAttention):
                 self.largest_logits = torch.full_like(found, -math.inf)
             torch.maximum(self.largest_logits, found, out=self.largest_logits)
         return super().forward(query, key, value, attention_mask, *args, **options)
+
+
+class MeasuredNormedCoreAttention(NormedCoreAttention, MeasuredCoreAttention):
+    """NormedCoreAttention that measures as MeasuredCoreAttention does."""
 
 
 def measured_attentions(model_chunks: Iterable[torch.nn.Module]) -> Iterator[MeasuredCoreAttention]:

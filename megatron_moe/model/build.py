@@ -41,7 +41,12 @@ from megatron_moe.engine.layers import (
 )
 from megatron_moe.engine.modules import DeepcopyKeepsGroups, pass_on_padding_mask, with_class
 from megatron_moe.model.activation_offload import ActivationOffload
-from megatron_moe.model.attention import MeasuredCoreAttention, SDPACoreAttention
+from megatron_moe.model.attention import (
+    MeasuredCoreAttention,
+    MeasuredNormedCoreAttention,
+    NormedCoreAttention,
+    SDPACoreAttention,
+)
 from megatron_moe.model.cross_entropy import cross_entropy
 from megatron_moe.model.engine_config import LayerSettings, ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model_dtypes
@@ -50,7 +55,7 @@ from megatron_moe.model.initialize import global_name, initialize_weights
 from megatron_moe.model.loss import FusedLoss, OutputLayer, OutputLayerWithLoss, TokenLoss
 from megatron_moe.model.mla import LatentAttention, MLASubmodules, ReplicatedLinear
 from megatron_moe.model.mtp import MTPLayer, MultiTokenPrediction, PredictionParts, without_second_table
-from megatron_moe.model.norm import RMSNorm, fp32_bias_dropout_add
+from megatron_moe.model.norm import RMSNorm, fp32_bias_dropout_add, multiplied
 from megatron_moe.model.overlap import ChunkPlan
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.grouped_gemm_fp8 import (
@@ -284,8 +289,10 @@ def layer_spec(
     config: EngineConfig, settings: LayerSettings, chosen: Parts, pg_collection: ProcessGroups, moe: bool
 ) -> ModuleSpec:
     """Return one transformer layer: attention, then the MoE layer or a dense MLP, each after its norm."""
-    head_norm = chosen.norm if config.qk_layernorm else None
+    head_norm = chosen.norm if config.qk_layernorm and not settings.qk_layernorm_after_rotation else None
     core = MeasuredCoreAttention if config.log_max_attention_logit else chosen.core_attention
+    if settings.qk_layernorm_after_rotation:
+        core = MeasuredNormedCoreAttention if config.log_max_attention_logit else NormedCoreAttention
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     attention: type = SelfAttention
     submodules: Any = SelfAttentionSubmodules(
@@ -310,6 +317,8 @@ def layer_spec(
         dense = RecomputedMLP if "mlp" in settings.recomputed else MLP
         mlp = MLPSpec(dense, linears, {"tp_group": pg_collection.tp, "ffn_hidden_size": config.ffn_hidden_size})
     add = fp32_bias_dropout_add if config.fp32_residual_connection else get_bias_dropout_add
+    if settings.residual_multiplier != 1.0:
+        add = multiplied(add, settings.residual_multiplier)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -557,11 +566,15 @@ def _chunk(
         layer_class = OutputLayerWithLoss if run.model.cross_entropy_loss_fusion else OutputLayer
         chunk.output_layer = with_class(layer_class, chunk.output_layer)
         chunk.output_layer.vocab_size = vocab_size
+        if run.model.logits_scaling != 1.0:
+            chunk.output_layer.register_forward_pre_hook(partial(_scale_hidden, run.model.logits_scaling))
     if chunk.post_process and run.model.cross_entropy_loss_fusion:
         chunk.output_layer.chunk_tokens = run.model.cross_entropy_chunk_tokens
         chunk.output_layer.fused_gradient = run.precision.gradient_accumulation_fusion is not False
     if hasattr(chunk, "embedding"):
         chunk.embedding.word_embeddings = with_class(ExactEmbedding, chunk.embedding.word_embeddings)
+        if run.model.embedding_multiplier != 1.0:
+            chunk.embedding.word_embeddings.register_forward_hook(partial(_scale_rows, run.model.embedding_multiplier))
     multiply_in_fp8(chunk, run)
     if draw:
         chunk.to(platform.device())
@@ -572,6 +585,16 @@ def _chunk(
         freeze(chunk, left_alone)
     install_gates(chunk, lambda module: isinstance(module, _PRODUCTS))
     return chunk
+
+
+def _scale_rows(factor: float, module: torch.nn.Module, inputs: tuple[Tensor], rows: Tensor) -> Tensor:
+    return rows * factor
+
+
+def _scale_hidden(divisor: float, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Divide the output layer's input, H numbers per token, and so its logits, of which there are V."""
+    hidden, *rest = inputs
+    return (hidden / divisor, *rest)
 
 
 @contextlib.contextmanager

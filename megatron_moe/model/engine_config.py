@@ -100,6 +100,7 @@ def _sizes(run: Run) -> dict[str, Any]:
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_qkv_bias,
         "qk_layernorm": model.qk_layernorm,
+        "softmax_scale": model.softmax_scale,
         "multi_latent_attention": latent,
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
@@ -214,7 +215,9 @@ class LayerSettings:
 
     moe: options of the MoE layers; None for a dense model. recomputed: see `derived.recomputed_modules`. rotary:
     whether attention rotates queries and keys. gathers_latents: whether latent attention gathers its latents over CP
-    ranks. bf16_layers: the layers of the decoder whose experts are not in FP8.
+    ranks. bf16_layers: the layers of the decoder whose experts are not in FP8. qk_layernorm_after_rotation: whether the
+    norms of queries and keys, if there are any, come after the rotation. residual_multiplier: a factor of what a layer
+    adds to the stream.
     """
 
     moe: MoEOptions | None
@@ -222,6 +225,8 @@ class LayerSettings:
     rotary: bool
     gathers_latents: bool = False
     bf16_layers: tuple[int, ...] = ()
+    qk_layernorm_after_rotation: bool = False
+    residual_multiplier: float = 1.0
 
     @classmethod
     def from_run(cls, run: Run) -> LayerSettings:
@@ -233,6 +238,8 @@ class LayerSettings:
             rotary=rotary,
             gathers_latents=run.derived.mla_cp_exchange == LATENT,
             bf16_layers=run.derived.bf16_layers,
+            qk_layernorm_after_rotation=run.model.qk_layernorm_after_rotation,
+            residual_multiplier=run.model.residual_multiplier,
         )
 
     def of_layer(self, layer: int) -> LayerSettings:

@@ -314,7 +314,7 @@ class _Rows:
 
 
 class _CachedCore(torch.nn.Module):
-    """Core attention that caches the keys and values it is given, after their rotation."""
+    """Core attention that caches values and keys, these after their rotation and norm."""
 
     def __init__(self, core: torch.nn.Module, length: _Length) -> None:
         super().__init__()
@@ -323,10 +323,11 @@ class _CachedCore(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
         """Attend as SDPACoreAttention does; key and value are those of the new tokens."""
-        keys, values = self._keys.put(key), self._values.put(value)
+        last, compared = self.core.compared(query, key)
+        keys, values = self._keys.put(compared), self._values.put(value)
         if self._length.known == 0:
             return self.core(query, key, value, *rest, **options)
-        return attend_with_last(query, keys, values, self.core.scale).flatten(2)
+        return attend_with_last(last, keys, values, self.core.scale).flatten(2)
 
 
 class _CachedSelfAttention(torch.nn.Module):

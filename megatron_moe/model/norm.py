@@ -1,4 +1,4 @@
-"""RMSNorm for megatron-core's layers, and the residual stream in fp32.
+"""RMSNorm for megatron-core's layers, and the residual stream: in fp32, or of what a factor multiplies.
 
 The engine's own torch norm refuses sequence parallelism; this one marks its weight so that the engine sums the weight's
 gradient over the tensor-parallel ranks, each of which normalises its own part of the sequence.
@@ -116,6 +116,24 @@ def fp32_bias_dropout_add(training: bool, fused: bool) -> BiasDropoutAdd:
         return residual + F.dropout(wide, p=probability, training=training)
 
     return add
+
+
+def multiplied(adding: Callable[[bool, bool], BiasDropoutAdd], factor: float) -> Callable[[bool, bool], BiasDropoutAdd]:
+    """Return `adding` for what is multiplied by a factor in its dtype before it is added; see `fp32_bias_dropout_add`.
+
+    It is a plain function, as megatron-core 0.16.1 asks.
+    """
+
+    def scaled(training: bool, fused: bool) -> BiasDropoutAdd:
+        add = adding(training, fused)
+
+        def added(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float) -> Tensor:
+            x, bias = x_with_bias
+            return add((x * factor, None if bias is None else bias * factor), residual, probability)
+
+        return added
+
+    return scaled
 
 
 def residual_dtype(fp32_residual: bool, model_dtype: torch.dtype) -> torch.dtype:

@@ -80,9 +80,10 @@ class ReferenceResult:
 
 @torch.no_grad()
 def round_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Round parameters to the values that another dtype has; the router's biases are buffers and stay as they are."""
+    """Round parameters to the values that another dtype has; the router's biases are not trained and stay."""
     for parameter in model.parameters():
-        parameter.copy_(parameter.to(dtype))
+        if parameter.requires_grad:
+            parameter.copy_(parameter.to(dtype))
 
 
 @torch.no_grad()
@@ -96,7 +97,7 @@ def run_model(model: PreTrainedModel, tokens: Tensor) -> ReferenceResult:
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if isinstance(epsilon, float) and hasattr(module, "weight"):
             epsilons[f"{name}.weight"] = epsilon
-        if not type(module).__name__.lower().endswith("topkrouter"):
+        if not type(module).__name__.lower().endswith(("topkrouter", "moev1gate")):
             continue
 
         def record(module: object, inputs: object, output: tuple[Tensor, ...], layer: int = _layer_of(name)) -> None:

@@ -25,6 +25,7 @@ MODELS = {
     "no query latent": {**TINY, "q_lora_rank": None, "qk_layernorm": False, "moe_shared_expert_gate": True},
     "no query latent, norms": {**TINY, "q_lora_rank": None, "qk_layernorm": True},
     "grouped, experts": PRESETS["tiny-gqa"],
+    "norms after the rotation": {**PRESETS["tiny-gqa"], "qk_layernorm": True, "qk_layernorm_after_rotation": True},
     "every second layer": {**TINY, "moe_layer_freq": 2},
     "capacity, no bias, no shared expert": {
         **TINY, "moe_expert_capacity_factor": 1.0, "moe_router_enable_expert_bias": False,

@@ -35,11 +35,23 @@ _DEEPSEEK_V3: dict[str, Any] = {
     **_LATENT, "q_lora_rank": 24, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4,
     "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
 }  # fmt: skip
+_BIASED: dict[str, Any] = {
+    "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 _QWEN2: dict[str, Any] = {
     **_GROUPED_QUERY, "num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
     "qkv_bias": True,
 }  # fmt: skip
 _QWEN3: dict[str, Any] = {**_GROUPED_QUERY, "moe_intermediate_size": 24, "num_experts": 8, "norm_topk_prob": True}
+_ERNIE: dict[str, Any] = {
+    **_GROUPED_QUERY, "moe_num_experts": 8, "moe_intermediate_size": 24, "rms_norm_eps": 1e-5,
+    "rope_parameters": _PLAIN,
+}  # fmt: skip
+_GRANITE: dict[str, Any] = {
+    **_GROUPED_QUERY, "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "rms_norm_eps": 1e-5,
+    "residual_multiplier": 0.4, "logits_scaling": 2.5, "attention_multiplier": 0.17, "rope_parameters": _PLAIN,
+}  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("DeepseekV2", {
@@ -85,32 +97,59 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "first_k_dense_replace": 1, "num_mtp_layers": 0,
         "rope_parameters": {**_MILLION, "partial_rotary_factor": 0.5},
     }),
+    "ernie4-5-moe": ("Ernie4_5_Moe", {
+        **_ERNIE, "moe_k": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+    }),
+    # layers 1 and 3 alone, no shared expert
+    "ernie4-5-moe-interval": ("Ernie4_5_Moe", {
+        **_ERNIE, "head_dim": 24, "moe_k": 2, "moe_num_shared_experts": 0, "moe_layer_start_index": 1,
+        "moe_layer_interval": 2, "tie_word_embeddings": True,
+    }),
+    "hunyuan-v1-moe": ("HunYuanMoEV1", {
+        **_GROUPED_QUERY, "head_dim": 24, "num_experts": 8, "moe_topk": 3, "rms_norm_eps": 1e-2,
+        "rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 1.0, "alpha": 100.0},
+    }),
+    "granitemoe": ("GraniteMoe", {**_GRANITE, "tie_word_embeddings": True}),
+    "granitemoeshared": ("GraniteMoeShared", {**_GRANITE, "shared_intermediate_size": 40}),
+    "glm4-moe-lite": ("Glm4MoeLite", {
+        **{key: value for key, value in _DEEPSEEK_V3.items() if key != "num_mtp_layers"},
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "first_k_dense_replace": 2,
+        "rms_norm_eps": 1e-2, "rope_parameters": _MILLION,
+    }),
+    "dots1": ("Dots1", {
+        **_GROUPED_QUERY, **_BIASED, "head_dim": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+        "sliding_window": None, "rope_parameters": _PLAIN,
+    }),
+    "solar-open": ("SolarOpen", {
+        **{key: value for key, value in _GROUPED_QUERY.items() if key != "intermediate_size"}, **_BIASED,
+        "head_dim": 24, "attention_bias": True, "n_group": 1, "topk_group": 1, "rope_parameters": _MILLION,
+    }),
 }  # fmt: skip
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
 
 
-def config(case: str) -> Any:
-    """The transformers configuration of a case."""
+def config(case: str, **changes: Any) -> Any:
+    """The transformers configuration of a case, with changed settings."""
     name, settings = CASES[case]
     # A copy: transformers writes into the dictionaries it is given.
-    return getattr(transformers, f"{name}Config")(**copy.deepcopy(settings))
+    return getattr(transformers, f"{name}Config")(**copy.deepcopy({**settings, **changes}))
 
 
-def make(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def make(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model of a case with random weights, in eval mode, saved into `folder` as transformers saves it.
 
-    Another dtype leaves the router's biases in fp32, as the released models do.
+    Another dtype leaves the router's biases in fp32, as the released models do. changes: of the case's settings.
     """
     name, _ = CASES[case]
-    model = getattr(transformers, f"{name}ForCausalLM")(config(case))
+    model = getattr(transformers, f"{name}ForCausalLM")(config(case, **changes))
     fill(model, seed)
     if dtype != torch.float32:
-        biases = {key: value.clone() for key, value in model.named_buffers() if key.endswith("correction_bias")}
+        biases = {key: value.clone() for key, value in model.state_dict().items() if key.endswith("correction_bias")}
         model.to(dtype)
         model.config.dtype = dtype
         for key, value in biases.items():
             owner, _, attribute = key.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, torch.nn.Buffer(value))
+            getattr(model.get_submodule(owner), attribute).data = value
     model.eval()
     model.save_pretrained(folder)
     return model
@@ -125,7 +164,9 @@ def fill(model: torch.nn.Module, seed: int) -> None:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if name.endswith("e_score_correction_bias"):
+                parameter.copy_(4.0 + 0.1 * drawn(parameter))
+            elif "norm" in name:
                 parameter.copy_(1.0 + 0.25 * drawn(parameter))
             elif name.endswith(".bias"):
                 parameter.copy_(0.5 * drawn(parameter))

@@ -86,7 +86,7 @@ CONFIG: dict[str, Row] = {
     "qk_clip": (True, {"optimizer": "muon"}, {"log_max_attention_logit": True}),
     **same({}, hidden_size=128, ffn_hidden_size=96, kv_channels=48, rotary_interleaved=True, qk_layernorm=True),
     **same({}, normalization="RMSNorm", add_bias_linear=True, add_qkv_bias=True, multi_latent_attention=True),
-    **same({}, attention_dropout=0.1, hidden_dropout=0.1, init_method_std=0.3, mtp_num_layers=2),
+    **same({}, softmax_scale=0.3, attention_dropout=0.1, hidden_dropout=0.1, init_method_std=0.3, mtp_num_layers=2),
     **same({}, transformer_impl="transformer_engine", context_parallel_size=2, cp_comm_type="all_gather"),
     **same({}, attention_softmax_in_fp32=False, deterministic_mode=True, gradient_accumulation_fusion=False),
     **same({}, calculate_per_token_loss=True, recompute_granularity="selective"),
@@ -161,6 +161,8 @@ MOE = {
 # And for what else our modules are told, LayerSettings.
 LAYER = {
     "position_embedding_type": ("none", {}, {"rotary": False}),
+    "qk_layernorm_after_rotation": (True, {}, {"qk_layernorm_after_rotation": True}),
+    "residual_multiplier": (0.5, {}, {"residual_multiplier": 0.5}),
     "mla_cp_exchange": ("expanded", {**MLA, "context_parallel_size": 2}, {"gathers_latents": False}),
     "first_last_layers_bf16": (True, {}, {"bf16_layers": (0, 3)}),
     "num_layers_at_start_in_bf16": (2, {"first_last_layers_bf16": True}, {"bf16_layers": (0, 1, 3)}),

@@ -25,6 +25,15 @@ GROUPED = {
     "num_query_groups": 2,
     "q_lora_rank": None,
 }
+FACTORS = {
+    "qk_layernorm": True,
+    "qk_layernorm_after_rotation": True,
+    "rotary_interleaved": True,
+    "softmax_scale": 0.4,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
 MORE = {"rotary_percent": 0.5, "qk_layernorm": True, "add_qkv_bias": True, "kv_channels": 24}
 YARN = {
     "rope_type": "yarn",
@@ -42,6 +51,7 @@ CASES = {
     "latent, more predictions": {"mtp_num_layers": 1},
     "grouped-query": GROUPED,
     "grouped-query, part rotated, norms, bias": {**GROUPED, **MORE},
+    "grouped-query, norms after the rotation, factors": {**GROUPED, **FACTORS},
     "grouped-query, no positions": {**GROUPED, "position_embedding_type": "none"},
 }
 IMPLIED = ("latent attention", "grouped-query")

@@ -68,6 +68,17 @@ def balanced(*losses: str) -> dict[str, Any]:
 
 TIED = {"untie_embeddings_and_output_weights": False, "qk_layernorm": False, "moe_layer_freq": "[1,0,1,1]"}
 DENSE = {"num_experts": None, "moe_ffn_hidden_size": None, "moe_layer_freq": 1, "add_bias_linear": True}
+# Factors of Granite, the norms of Hunyuan, the router and the pairs of ERNIE
+FACTORS = {
+    "qk_layernorm": True,
+    "qk_layernorm_after_rotation": True,
+    "rotary_interleaved": True,
+    "softmax_scale": 0.4,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "moe_router_enable_expert_bias": True,
+}
 # Name -> (flags of the model, number of the samples).
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "deepseek": (MLA, 3),
@@ -78,6 +89,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "capacity": ({**MLA, "moe_expert_capacity_factor": 1.0, "moe_router_bias_update_rate": 1e-2}, 1),
     "tied": ({**MLA, **TIED, "moe_shared_expert_gate": True}, 0),
     "dense": ({**GQA, **DENSE}, 0),
+    "factors": ({**GQA, **FACTORS, "mtp_num_layers": 1}, 0),
 }
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -101,6 +113,7 @@ GATHER = {**SHARDED, **OVERLAP, "overlap_param_gather": True, "ddp_bucket_size":
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 ALL_AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PARTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "layernorm", "mla_up_proj")}
+CORE_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm")}
 SINGLES = {"micro_batch_size": 1}
 FUSED = {"cross_entropy_loss_fusion": True}
 LOOP = {"moe_expert_backend": "loop"}
@@ -129,6 +142,8 @@ PAIRS: list[Row] = [
     ("tied", 4, {"tied alone": TIED_ALONE, "dp2": {}, "sharded": SHARDED}),
     ("dense", 4, {"tp2": {"tensor_model_parallel_size": 2}, "cp2": CP2, "gather": GATHER}),
     ("dense", 4, {"pp2": PP2, "dp2": {}, "sharded": SHARDED}),
+    ("factors", 4, {"tp2": TP2, "further at end": FURTHER_AT_END, "gather": GATHER, "fused": FUSED}),
+    ("factors", 4, {"cp2": CP2, "ep2": EP2, "zero3": ZERO3, "recomputed": CORE_AGAIN}),
 ]
 # One part alone, which says more of what is wrong, other stages of a pipeline, and more ranks.
 FURTHER: list[Row] = [

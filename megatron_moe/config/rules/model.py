@@ -50,6 +50,8 @@ unread(
         "num_query_groups",
         "kv_channels",
         "add_qkv_bias",
+        "qk_layernorm_after_rotation",
+        "softmax_scale",
         "rotary_percent",
         "rotary_interleaved",
     ),
@@ -59,6 +61,24 @@ unread(
     is_read=lambda run: not run.model.multi_latent_attention,
     in_megatron=True,
     refused_there=("rotary_percent", "rotary_interleaved"),
+)
+unread(
+    ("qk_layernorm_after_rotation",),
+    "qk_layernorm",
+    "queries and keys have no norm; add --qk-layernorm or drop it",
+)
+refuse(
+    "norms_and_factors_are_of_local_layers",
+    ("transformer_impl",),
+    "these were not tried with Transformer Engine's layers; use --transformer-impl local",
+    when=lambda run: run.model.transformer_impl != "local",
+    any_of=(
+        "qk_layernorm_after_rotation",
+        "softmax_scale",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    ),
 )
 refuse(
     "latent_attention_needs_rotary_embedding",

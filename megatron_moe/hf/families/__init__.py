@@ -12,7 +12,10 @@ _FILES = """
     deepseek_v2 deepseek_v3
     mixtral
     qwen2_moe qwen3_moe
-    glm4_moe
+    glm4_moe glm4_moe_lite
+    dots1 solar_open
+    ernie4_5_moe hunyuan_v1_moe
+    granitemoe granitemoeshared
 """.split()
 """In this order a model that was trained here is offered to them, and the first whose format describes it is taken."""
 FAMILIES: dict[str, Family] = {
@@ -29,7 +32,6 @@ for _reason, _kinds in {
     ),
     "the first DeepSeek-MoE has no latent attention and its own format": "deepseek",
     "its attention reads a selection of the keys, which the attention here does not": "deepseek_v32 glm_moe_dsa",
-    "it is GLM with latent attention, which is not one of the combinations checked here": "glm4_moe_lite",
     "it normalises queries and keys over all heads together, and the attention here over each head": (
         "olmoe flex_olmo minimax_m2"
     ),
@@ -38,9 +40,9 @@ for _reason, _kinds in {
     "most of its attention is a linear attention": "kimi_linear minimax",
     "its experts weigh their input, and its attention is cut into chunks": "llama4 llama4_text",
     "it clips queries, keys and values and normalises by LayerNorm": "dbrx",
-    "it chooses by sparsemixer and normalises by LayerNorm": "phimoe",
+    "it chooses by sparsemixer, normalises by LayerNorm with biases and has biases in attention and output layer": "phimoe",
     "most of its layers are state-space models": "jamba",
-    "it scales embeddings, residuals and logits by multipliers": "granitemoe",
+    "most of its layers may be state-space models, which a mixture of experts here has not": "granitemoehybrid",
 }.items():
     REFUSED |= dict.fromkeys(_kinds.split(), _reason)
 
