@@ -23,6 +23,7 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     (_EVERY, "overlap_moe_expert_parallel_comm", bool, "layers run in parts"),
     (_EVERY, "fine_grained_activation_offloading", bool, "a graph's activations stay where they are"),
     (_EVERY, "recompute_granularity", lambda kind: kind == "full", "whole layers are recomputed"),
+    (_EVERY, "reordered_norm", bool, "norms behind attention and MLP are not captured"),
     ("attn", "reset_attention_mask", bool, "the host has to know where documents begin"),
     ("attn mlp", "transformer_impl", lambda kind: kind != "local", "Transformer Engine's modules are not captured"),
     ("attn mlp moe", "fp8_format", bool, "products in FP8 are not captured"),

@@ -71,6 +71,8 @@ class ModelConfig:
     )
     add_qkv_bias: bool = setting(False, "biases in the query, key and value projections only")
     qk_layernorm: bool = setting(False, "normalise queries and keys (latent attention: the two latent norms)")
+    qk_layernorm_across_heads: bool = setting(False, "one such norm over all heads together, not over each (OLMo 2)")
+    reordered_norm: bool = setting(False, "norms behind attention and MLP, x + norm(f(x)), not before them (OLMo 2)")
     multi_latent_attention: bool = setting(False, "DeepSeek's multi-head latent attention (MLA)")
     q_lora_rank: int | None = setting(None, "MLA: rank of the query compression; default none", within=POSITIVE_COUNT)
     kv_lora_rank: int = setting(512, "MLA: rank of the key/value compression", within=POSITIVE_COUNT)

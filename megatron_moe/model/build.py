@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -28,9 +26,13 @@ from megatron_moe.engine.layers import (
     AttnMaskType,
     ColumnParallelLinear,
     DistributedDataParallel,
+    IdentityOp,
     MLPSubmodules,
     RowParallelLinear,
+    SelfAttention,
+    SelfAttentionSubmodules,
     TransformerLayer,
+    TransformerLayerSubmodules,
     VocabParallelEmbedding,
     checkpoint,
     copy_to_tensor_model_parallel_region,
@@ -50,7 +52,7 @@ from megatron_moe.model.initialize import global_name, initialize_weights
 from megatron_moe.model.loss import FusedLoss, OutputLayer, OutputLayerWithLoss, TokenLoss
 from megatron_moe.model.mla import LatentAttention, MLASubmodules, ReplicatedLinear
 from megatron_moe.model.mtp import MTPLayer, MultiTokenPrediction, PredictionParts, without_second_table
-from megatron_moe.model.norm import RMSNorm, fp32_bias_dropout_add
+from megatron_moe.model.norm import ReorderedNormLayer, RMSNorm, SelfAttentionNormedAcrossHeads, fp32_bias_dropout_add
 from megatron_moe.model.overlap import ChunkPlan
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.grouped_gemm_fp8 import (
@@ -283,11 +285,11 @@ class MLPSpec:
 def layer_spec(
     config: EngineConfig, settings: LayerSettings, chosen: Parts, pg_collection: ProcessGroups, moe: bool
 ) -> ModuleSpec:
-    """Return one transformer layer: attention, then the MoE layer or a dense MLP, each after its norm."""
+    """Return one transformer layer: attention, then the MoE layer or a dense MLP, each after its norm or before it."""
     head_norm = chosen.norm if config.qk_layernorm else None
     core = MeasuredCoreAttention if config.log_max_attention_logit else chosen.core_attention
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
-    attention: type = SelfAttention
+    attention: type = SelfAttentionNormedAcrossHeads if settings.qk_layernorm_across_heads else SelfAttention
     submodules: Any = SelfAttentionSubmodules(
         linear_qkv=chosen.column_linear,
         core_attention=core,
@@ -310,13 +312,14 @@ def layer_spec(
         dense = RecomputedMLP if "mlp" in settings.recomputed else MLP
         mlp = MLPSpec(dense, linears, {"tp_group": pg_collection.tp, "ffn_hidden_size": config.ffn_hidden_size})
     add = fp32_bias_dropout_add if config.fp32_residual_connection else get_bias_dropout_add
+    norm_before = IdentityOp if settings.reordered_norm else chosen.norm
     return ModuleSpec(
-        module=TransformerLayer,
+        module=ReorderedNormLayer if settings.reordered_norm else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=chosen.norm,
+            input_layernorm=norm_before,
             self_attention=ModuleSpec(module=attention, params=params, submodules=submodules),
             self_attn_bda=add,
-            pre_mlp_layernorm=chosen.norm,
+            pre_mlp_layernorm=norm_before,
             mlp=mlp,
             mlp_bda=add,
         ),

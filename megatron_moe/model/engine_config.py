@@ -99,7 +99,9 @@ def _sizes(run: Run) -> dict[str, Any]:
         "activation_func": F.silu if model.swiglu else F.gelu,
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_qkv_bias,
-        "qk_layernorm": model.qk_layernorm,
+        # With it the engine would add up the gradients of all q_layernorm and k_layernorm over the TP ranks, also of
+        # those whose weights are split over them.
+        "qk_layernorm": model.qk_layernorm and not model.qk_layernorm_across_heads,
         "multi_latent_attention": latent,
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
@@ -214,7 +216,9 @@ class LayerSettings:
 
     moe: options of the MoE layers; None for a dense model. recomputed: see `derived.recomputed_modules`. rotary:
     whether attention rotates queries and keys. gathers_latents: whether latent attention gathers its latents over CP
-    ranks. bf16_layers: the layers of the decoder whose experts are not in FP8.
+    ranks. bf16_layers: the layers of the decoder whose experts are not in FP8. qk_layernorm_across_heads: whether one
+    norm is over the queries of all heads, and one over the keys. reordered_norm: whether norms are behind attention and
+    MLP.
     """
 
     moe: MoEOptions | None
@@ -222,6 +226,8 @@ class LayerSettings:
     rotary: bool
     gathers_latents: bool = False
     bf16_layers: tuple[int, ...] = ()
+    qk_layernorm_across_heads: bool = False
+    reordered_norm: bool = False
 
     @classmethod
     def from_run(cls, run: Run) -> LayerSettings:
@@ -233,6 +239,8 @@ class LayerSettings:
             rotary=rotary,
             gathers_latents=run.derived.mla_cp_exchange == LATENT,
             bf16_layers=run.derived.bf16_layers,
+            qk_layernorm_across_heads=run.model.qk_layernorm_across_heads,
+            reordered_norm=run.model.reordered_norm,
         )
 
     def of_layer(self, layer: int) -> LayerSettings:

@@ -99,6 +99,8 @@ class EngineConfig(Protocol):
     hidden_size: int
     ffn_hidden_size: int
     num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
     layernorm_epsilon: float
     attention_dropout: float
     gated_linear_unit: bool

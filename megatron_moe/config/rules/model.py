@@ -50,6 +50,7 @@ unread(
         "num_query_groups",
         "kv_channels",
         "add_qkv_bias",
+        "qk_layernorm_across_heads",
         "rotary_percent",
         "rotary_interleaved",
     ),
@@ -59,6 +60,38 @@ unread(
     is_read=lambda run: not run.model.multi_latent_attention,
     in_megatron=True,
     refused_there=("rotary_percent", "rotary_interleaved"),
+)
+unread(
+    ("qk_layernorm_across_heads",),
+    "qk_layernorm",
+    "there is no norm of queries and keys; add --qk-layernorm or drop it",
+)
+refuse(
+    "norms_of_all_heads_are_local",
+    ("qk_layernorm_across_heads", "transformer_impl"),
+    "Transformer Engine's norms are of one head; use --transformer-impl local",
+    when=lambda run: run.model.qk_layernorm_across_heads and run.model.transformer_impl != "local",
+)
+refuse(
+    "reordered_norms_are_checked",
+    ("reordered_norm",),
+    "with norms behind attention and MLP these were not checked; drop them, or --reordered-norm",
+    when=lambda run: run.model.reordered_norm,
+    any_of=(
+        "transformer_impl",
+        "multi_latent_attention",
+        "mtp_num_layers",
+        "fp32_residual_connection",
+        "fp8_format",
+        "overlap_moe_expert_parallel_comm",
+        "fine_grained_activation_offloading",
+    ),
+)
+refuse(
+    "reordered_norms_are_not_recomputed",
+    ("recompute_modules", "reordered_norm"),
+    "norms alone are recomputed before attention and MLP, and these are behind them; drop layernorm",
+    when=lambda run: run.model.reordered_norm and "layernorm" in run.derived.recomputed_modules,
 )
 refuse(
     "latent_attention_needs_rotary_embedding",
