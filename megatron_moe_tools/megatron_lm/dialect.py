@@ -445,7 +445,9 @@ _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
 }
 """How tensors are named, which Megatron-LM reads before it asks for them: layers by their number."""
-_NOT_THERE = frozenset({"moe_router_group_score", "moe_router_norm_topk_prob"})
+_NOT_THERE = frozenset(
+    {"moe_router_group_score", "moe_router_norm_topk_prob", "qk_layernorm_across_heads", "reordered_norm"}
+)
 """Settings that Megatron-LM has no argument for."""
 
 

@@ -84,6 +84,7 @@ CONFIG: dict[str, Row] = {
         {"recompute_modules": ["layernorm", "core_attn"]},
     ),
     "qk_clip": (True, {"optimizer": "muon"}, {"log_max_attention_logit": True}),
+    "qk_layernorm_across_heads": (True, {"qk_layernorm": True}, {"qk_layernorm": False}),
     **same({}, hidden_size=128, ffn_hidden_size=96, kv_channels=48, rotary_interleaved=True, qk_layernorm=True),
     **same({}, normalization="RMSNorm", add_bias_linear=True, add_qkv_bias=True, multi_latent_attention=True),
     **same({}, attention_dropout=0.1, hidden_dropout=0.1, init_method_std=0.3, mtp_num_layers=2),
@@ -167,6 +168,8 @@ LAYER = {
     "num_layers_at_end_in_bf16": (0, {"first_last_layers_bf16": True}, {"bf16_layers": (0,)}),
     "recompute_granularity": ("selective", {}, {"recomputed": ("core_attn",)}),
     "recompute_modules": (("mlp",), SELECTIVE, {"recomputed": ("mlp",)}),
+    **same({"qk_layernorm": True}, qk_layernorm_across_heads=True),
+    **same({}, reordered_norm=True),
 }
 # Read together, where there are streams.
 OVERLAP = {"overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"}

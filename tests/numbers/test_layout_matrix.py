@@ -67,6 +67,8 @@ def balanced(*losses: str) -> dict[str, Any]:
 
 
 TIED = {"untie_embeddings_and_output_weights": False, "qk_layernorm": False, "moe_layer_freq": "[1,0,1,1]"}
+# Norms over all heads together, and behind attention and MLP, as in OLMo 2
+OLMO = {"qk_layernorm": True, "qk_layernorm_across_heads": True, "reordered_norm": True}
 DENSE = {"num_experts": None, "moe_ffn_hidden_size": None, "moe_layer_freq": 1, "add_bias_linear": True}
 # Name -> (flags of the model, number of the samples).
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
@@ -78,6 +80,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "capacity": ({**MLA, "moe_expert_capacity_factor": 1.0, "moe_router_bias_update_rate": 1e-2}, 1),
     "tied": ({**MLA, **TIED, "moe_shared_expert_gate": True}, 0),
     "dense": ({**GQA, **DENSE}, 0),
+    "olmo": ({**GQA, **OLMO, "norm_epsilon": 1e-3}, 1),
 }
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -129,6 +132,7 @@ PAIRS: list[Row] = [
     ("tied", 4, {"tied alone": TIED_ALONE, "dp2": {}, "sharded": SHARDED}),
     ("dense", 4, {"tp2": {"tensor_model_parallel_size": 2}, "cp2": CP2, "gather": GATHER}),
     ("dense", 4, {"pp2": PP2, "dp2": {}, "sharded": SHARDED}),
+    ("olmo", 4, {"tp2": TP2, "cp2": CP2, "ep2": EP2, "etp1": ETP1, "zero3": ZERO3, "all recomputed": ALL_AGAIN}),
 ]
 # One part alone, which says more of what is wrong, other stages of a pipeline, and more ranks.
 FURTHER: list[Row] = [
@@ -140,6 +144,9 @@ FURTHER: list[Row] = [
     ("capacity", 2, {"tp2": TP2}),
     ("tied", 2, {"pp2": PP2, "last1": LAST1}),
     ("tied", 2, {"vpp": VPP, "sharded": SHARDED}),
+    ("olmo", 2, {"tp2": TP2}),
+    ("olmo", 4, {"tp2": TP2, "vpp": VPP, "gather": GATHER, "fused": FUSED}),
+    ("olmo", 4, {"tp2": TP2, "dp2": {}, "zero2": ZERO2}),
     ("deepseek", 4, {"tp2": TP2, "ep4": EP4, "etp1": ETP1}),
     ("deepseek", 4, {"cp4": CP4, "ep2": EP2}),
     ("deepseek", 4, {"uneven": UNEVEN}),
