@@ -14,7 +14,7 @@ from megatron_moe.hf.config_keys import Keys
 class TensorNames:
     """The names of those tensors that families name differently; those of a layer are relative to it.
 
-    model: prefix of all tensors but the output layer. norms: before attention and before the MLP. head_norms: of
+    model: prefix of all tensors but the output layer. norms: of attention and of the MLP. head_norms: of
     queries and of keys. experts: prefix of an expert's matrices, {e} being its number. matrices: names of gate, up and
     down. router: the gate's weight. router_bias: its expert_bias. shared: prefix of the shared expert; its gate is
     named `shared_gate`.

@@ -177,7 +177,13 @@ def latent_attention_keys(run: Run) -> dict[str, Any]:
 # ---- Grouped-query attention.
 
 
-def attention(keys: Keys, partly_rotated: bool = False) -> dict[str, Any]:
+def attention(keys: Keys, partly_rotated: bool = False, rotated: int | None = None) -> dict[str, Any]:
+    """Return the settings of attention and dense layers.
+
+    Args:
+        partly_rotated: whether the family rotates a share of each head.
+        rotated: how many channels of a head are rotated, where a key of the family's own says it.
+    """
     heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     groups = keys.integer("num_key_value_heads")
     if heads % groups:
@@ -185,8 +191,8 @@ def attention(keys: Keys, partly_rotated: bool = False) -> dict[str, Any]:
     size = keys.integer("head_dim", default=None)
     if size is None and hidden % heads:
         raise keys.refusal("head_dim", f"hidden_size {hidden} is no multiple of num_attention_heads {heads}; give it")
-    flat = rope_settings(keys, partly_rotated=partly_rotated)
     width = hidden // heads if size is None else size
+    flat = rope_settings(keys, partly_rotated=partly_rotated, share=None if rotated is None else rotated / width)
     if int(width * flat["rotary_percent"]) % 2 or not int(width * flat["rotary_percent"]):
         raise keys.refusal("head_dim", f"of {width} channels {flat['rotary_percent']} are rotated, which is no pair")
     return {
@@ -220,6 +226,41 @@ def attention_keys(run: Run, partly_rotated: bool = False) -> dict[str, Any]:
         "head_dim": run.derived.head_size,
         "sliding_window": None,
         **rope_keys(run, partly_rotated),
+    }
+
+
+# ---- OLMo: one norm over all query heads and one over all key heads.
+
+
+def olmo_attention(keys: Keys) -> dict[str, Any]:
+    heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    keys.only("attention_bias", (False,), "it means a bias of the output projection too, which has none here")
+    keys.only("head_dim", (hidden // heads,), "the heads of this family divide hidden_size")
+    return {**attention(keys), "qk_layernorm": True, "qk_layernorm_across_heads": True}
+
+
+def olmo_attention_keys(run: Run) -> dict[str, Any]:
+    return {"num_key_value_heads": run.derived.num_query_groups, "attention_bias": False, **rope_keys(run)}
+
+
+def olmo_experts(keys: Keys) -> dict[str, Any]:
+    """Return a softmax over all experts in every layer; intermediate_size is an expert's width."""
+    experts = expert_count(keys, "num_experts", "num_local_experts")
+    return {
+        "num_experts": experts,
+        "moe_router_topk": topk(keys, experts),
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "moe_router_norm_topk_prob": keys.boolean("norm_topk_prob"),
+    }
+
+
+def olmo_experts_keys(run: Run) -> dict[str, Any]:
+    return {
+        "intermediate_size": run.derived.moe_ffn_hidden_size,
+        "num_experts": run.moe.num_experts,
+        "num_experts_per_tok": run.moe.moe_router_topk,
+        "norm_topk_prob": run.derived.norm_topk_prob,
     }
 
 

@@ -93,8 +93,10 @@ def _attention(run: Run, names: TensorNames) -> Iterator[MappingRule]:
     latent = model.multi_latent_attention
     per_head = model.v_head_dim if latent else run.derived.head_size
     here, there = "self_attention.", "self_attn."
-    yield MappingRule("input_layernorm.weight", (names.norms[0],), Copy((hidden,)))
-    yield MappingRule("pre_mlp_layernorm.weight", (names.norms[1],), Copy((hidden,)))
+    behind = ("post_self_attn_layernorm", "post_mlp_layernorm")
+    norms = behind if model.reordered_norm else ("input_layernorm", "pre_mlp_layernorm")
+    yield MappingRule(f"{norms[0]}.weight", (names.norms[0],), Copy((hidden,)))
+    yield MappingRule(f"{norms[1]}.weight", (names.norms[1],), Copy((hidden,)))
     yield MappingRule(f"{here}linear_proj.weight", (f"{there}o_proj.weight",), Copy((hidden, heads * per_head)))
     if not latent:
         sizes = (heads, run.derived.num_query_groups, run.derived.head_size)
@@ -104,8 +106,9 @@ def _attention(run: Run, names: TensorNames) -> Iterator[MappingRule]:
         if model.add_qkv_bias:
             yield MappingRule(f"{here}linear_qkv.bias", biases, QueryKeyValue(*sizes))
         if model.qk_layernorm:
-            yield MappingRule(f"{here}q_layernorm.weight", (names.head_norms[0],), Copy((per_head,)))
-            yield MappingRule(f"{here}k_layernorm.weight", (names.head_norms[1],), Copy((per_head,)))
+            queries, keys = (heads, sizes[1]) if model.qk_layernorm_across_heads else (1, 1)
+            yield MappingRule(f"{here}q_layernorm.weight", (names.head_norms[0],), Copy((queries * per_head,)))
+            yield MappingRule(f"{here}k_layernorm.weight", (names.head_norms[1],), Copy((keys * per_head,)))
         return
     query, rotated, kv_rank = model.qk_head_dim, model.qk_pos_emb_head_dim, model.kv_lora_rank
     query_width, rank = heads * (query + rotated), model.q_lora_rank

@@ -19,13 +19,16 @@ _YARN_KEYS = {
 _SPELLED_OUTSIDE = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}
 
 
-def rope_settings(keys: Keys, latent_width: int | None = None, partly_rotated: bool = False) -> dict[str, Any]:
+def rope_settings(
+    keys: Keys, latent_width: int | None = None, partly_rotated: bool = False, share: float | None = None
+) -> dict[str, Any]:
     """Return the fields of the rotary embedding.
 
     Args:
         latent_width: width of the rotary part of latent attention; None for other attention. Yarn is computed for
             latent attention, and no other kind of scaling is computed.
         partly_rotated: whether the family rotates a share of each head, which the file then has to give.
+        share: that share, where it has been read from another key.
 
     Raises:
         ConfigError: the kind of rotary embedding is not computed here, or the spellings contradict each other.
@@ -36,6 +39,9 @@ def rope_settings(keys: Keys, latent_width: int | None = None, partly_rotated: b
     if base is None:
         raise keys.refusal("rope_theta", "the base of the rotary frequencies has to be given; Mixtral's is 1000000.0")
     partial = _agreed(keys, "partial_rotary_factor", v5, hub)
+    if share is not None and partial not in (None, share):
+        raise keys.refusal("rotary_dim", f"is {share} of a head, and partial_rotary_factor is {partial}")
+    partial = share if partial is None else partial
     if v5 is not None and hub is not None:
         mine, other = (
             {key: value for key, value in part.values.items() if key not in _SPELLED_OUTSIDE} for part in (v5, hub)

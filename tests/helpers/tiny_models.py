@@ -85,6 +85,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "first_k_dense_replace": 1, "num_mtp_layers": 0,
         "rope_parameters": {**_MILLION, "partial_rotary_factor": 0.5},
     }),
+    # Norms over all heads, whose mean differs from each head's
+    "olmoe": ("Olmoe", {
+        **_GROUPED_QUERY, "intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False,
+        "rms_norm_eps": 1e-2, "rope_parameters": _PLAIN,
+    }),
+    "flex-olmo": ("FlexOlmo", {
+        **_GROUPED_QUERY, "intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 5, "norm_topk_prob": True,
+        "rms_norm_eps": 1e-2, "rope_parameters": {**_PLAIN, "rope_theta": 5e5},
+    }),
+    "minimax-m2": ("MiniMaxM2", {
+        **_GROUPED_QUERY, "intermediate_size": 24, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
+        "rms_norm_eps": 1e-2, "rope_parameters": {**_PLAIN, "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    }),
 }  # fmt: skip
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
 
@@ -183,6 +196,8 @@ def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
     hub["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     if "dtype" in hub:
         hub["torch_dtype"] = hub.pop("dtype")
+    if hub["model_type"] == "minimax_m2":
+        hub["rotary_dim"] = int(hub.pop("partial_rotary_factor") * hub["head_dim"])
     if hub["model_type"] == "qwen3_moe":
         hub["num_experts"] = hub.pop("num_local_experts")
     if hub["model_type"] == "deepseek_v3":

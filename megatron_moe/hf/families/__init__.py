@@ -13,6 +13,8 @@ _FILES = """
     mixtral
     qwen2_moe qwen3_moe
     glm4_moe
+    olmoe flex_olmo
+    minimax_m2
 """.split()
 """In this order a model that was trained here is offered to them, and the first whose format describes it is taken."""
 FAMILIES: dict[str, Family] = {
@@ -30,9 +32,6 @@ for _reason, _kinds in {
     "the first DeepSeek-MoE has no latent attention and its own format": "deepseek",
     "its attention reads a selection of the keys, which the attention here does not": "deepseek_v32 glm_moe_dsa",
     "it is GLM with latent attention, which is not one of the combinations checked here": "glm4_moe_lite",
-    "it normalises queries and keys over all heads together, and the attention here over each head": (
-        "olmoe flex_olmo minimax_m2"
-    ),
     "its attention has sinks and its experts have biases and a clamped activation": "gpt_oss",
     "most of its attention is a gated delta rule": "qwen3_next qwen3_5_moe",
     "most of its attention is a linear attention": "kimi_linear minimax",
