@@ -81,7 +81,7 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
         nested = keys.nested(quantization, "quantization_config.")
         if nested.raw("quant_method") != "fp8":
             raise nested.refusal("quant_method", '"fp8" in blocks is read; dequantise the model first')
-        nested.only("fmt", ("e4m3",), "fp8 weights are e4m3")
+        nested.only("fmt", ("e4m3", "float8_e4m3fn"), "fp8 weights are e4m3")
         block = nested.raw("weight_block_size")
         if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
             works = "has to be two sizes, e.g. [128, 128]: one scale per block is read"

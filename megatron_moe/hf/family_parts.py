@@ -240,7 +240,9 @@ def olmo_attention(keys: Keys) -> dict[str, Any]:
 
 
 def olmo_attention_keys(run: Run) -> dict[str, Any]:
-    return {"num_key_value_heads": run.derived.num_query_groups, "attention_bias": False, **rope_keys(run)}
+    # transformers' default of pad_token_id is a token of the published vocabulary, which has no gradient there.
+    keys = {"num_key_value_heads": run.derived.num_query_groups, "attention_bias": False, "pad_token_id": None}
+    return {**keys, **rope_keys(run)}
 
 
 def olmo_experts(keys: Keys) -> dict[str, Any]:
