@@ -102,20 +102,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
 
 
-def config(case: str) -> Any:
-    """The transformers configuration of a case."""
+def config(case: str, **changes: Any) -> Any:
+    """The transformers configuration of a case, with changed settings."""
     name, settings = CASES[case]
     # A copy: transformers writes into the dictionaries it is given.
-    return getattr(transformers, f"{name}Config")(**copy.deepcopy(settings))
+    return getattr(transformers, f"{name}Config")(**copy.deepcopy({**settings, **changes}))
 
 
-def make(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def make(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model of a case with random weights, in eval mode, saved into `folder` as transformers saves it.
 
-    Another dtype leaves the router's biases in fp32, as the released models do.
+    Another dtype leaves the router's biases in fp32, as the released models do. changes: of the case's settings.
     """
     name, _ = CASES[case]
-    model = getattr(transformers, f"{name}ForCausalLM")(config(case))
+    model = getattr(transformers, f"{name}ForCausalLM")(config(case, **changes))
     fill(model, seed)
     if dtype != torch.float32:
         biases = {key: value.clone() for key, value in model.named_buffers() if key.endswith("correction_bias")}

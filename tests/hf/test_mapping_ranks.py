@@ -65,10 +65,13 @@ class Reference:
     tensors: dict[str, torch.Tensor]
 
 
-def reference(case: str, seed: int, folder: Path) -> Reference:
-    model = tiny_models.make(case, seed, folder / "model")
+def reference(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Reference:
+    """What transformers computes of a case that was saved in a dtype. changes: of its settings."""
+    model = tiny_models.make(case, seed, folder / "model", dtype, **changes)
+    if dtype != torch.float32:
+        model = type(model).from_pretrained(folder / "model", dtype=torch.float32)
     tensors = held(folder / "model")
-    batch = cases.batch_of(tiny_models.VOCABULARY)
+    batch = cases.batch_of(model.config.vocab_size)
     choices: dict[int, torch.Tensor] = {}
     for layer, block in enumerate(model.model.layers):
         if hasattr(block.mlp, "experts"):
@@ -157,8 +160,8 @@ class Difference:
 
 def difference(ranks: list[dict[str, Any]], expected: Reference, flags: dict[str, Any]) -> Difference:
     """From what the ranks saw; every tensor has to be there, and what pads the vocabulary has no logit."""
-    logits = joined(ranks, lambda rank: rank["logits"], -1)
-    assert bool((logits[:, tiny_models.VOCABULARY :] == torch.finfo(torch.float32).min).all())
+    logits, vocabulary = joined(ranks, lambda rank: rank["logits"], -1), expected.logits.shape[-1]
+    assert bool((logits[:, vocabulary:] == torch.finfo(torch.float32).min).all())
     assert {name for rank in ranks for name in rank["choices"]} == {f"decoder.layers.{n}" for n in expected.choices}
     others = []
     for layer, chosen in expected.choices.items():
@@ -175,7 +178,7 @@ def difference(ranks: list[dict[str, Any]], expected: Reference, flags: dict[str
     }
     which = worst(errors)
     return Difference(
-        float((logits[:, : tiny_models.VOCABULARY] - expected.logits.flatten(0, 1)).abs().max()),
+        float((logits[:, :vocabulary] - expected.logits.flatten(0, 1)).abs().max()),
         largest(abs(rank["loss"] - expected.loss) for rank in ranks),
         others,
         errors[which],
