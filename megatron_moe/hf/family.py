@@ -14,13 +14,17 @@ from megatron_moe.hf.config_keys import Keys
 class TensorNames:
     """The names of those tensors that families name differently; those of a layer are relative to it.
 
-    model: prefix of all tensors but the output layer. norms: of attention and of the MLP. head_norms: of
+    model: prefix of all tensors but the output layer. embedding: its table. query_key_value: of attention, or one name
+    if one tensor has all queries, then all keys and all values. attention_output: its other projection. norms: of attention and of the MLP. head_norms: of
     queries and of keys. experts: prefix of an expert's matrices, {e} being its number. matrices: names of gate, up and
     down. router: the gate's weight. router_bias: its expert_bias. shared: prefix of the shared expert; its gate is
     named `shared_gate`.
     """
 
     model: str = "model."
+    embedding: str = "embed_tokens.weight"
+    query_key_value: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    attention_output: str = "self_attn.o_proj"
     norms: tuple[str, str] = ("input_layernorm.weight", "post_attention_layernorm.weight")
     head_norms: tuple[str, str] = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
     experts: str = "mlp.experts.{e}."

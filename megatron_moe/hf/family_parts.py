@@ -27,7 +27,7 @@ def layer_freq(keys: Keys, decided_by: str, pattern: list[int]) -> int | str:
 
 
 def routed_and_shared(keys: Keys, *aliases: str) -> dict[str, Any]:
-    """Return the experts' settings of DeepSeek and GLM: routed ones, shared ones as one MLP, dense layers first.
+    """Return the experts' settings of DeepSeek, GLM and Ling: routed ones, shared ones as one MLP, dense layers first.
 
     Args:
         aliases: other names of n_routed_experts.
@@ -35,7 +35,8 @@ def routed_and_shared(keys: Keys, *aliases: str) -> dict[str, Any]:
     experts = expert_count(keys, "n_routed_experts", *aliases)
     width = keys.integer("moe_intermediate_size")
     factor = keys.number("routed_scaling_factor")
-    shared = None if keys.is_null("n_shared_experts") else keys.integer("n_shared_experts") * width
+    none_shared = keys.is_null("n_shared_experts") or keys.is_null("num_shared_experts")
+    shared = None if none_shared else keys.integer("n_shared_experts", "num_shared_experts") * width
     layers, dense = keys.integer("num_hidden_layers", high=MOST_LAYERS), keys.integer("first_k_dense_replace", low=0)
     pattern = ([0] * min(dense, layers) + [1] * layers)[:layers]
     moe_layer_freq = layer_freq(keys, "first_k_dense_replace", pattern)

@@ -14,6 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.helpers import ling
+
 VOCABULARY = 131
 
 _SHARED: dict[str, Any] = {
@@ -40,6 +42,9 @@ _QWEN2: dict[str, Any] = {
     "qkv_bias": True,
 }  # fmt: skip
 _QWEN3: dict[str, Any] = {**_GROUPED_QUERY, "moe_intermediate_size": 24, "num_experts": 8, "norm_topk_prob": True}
+
+ROUTER_BIASES = ("e_score_correction_bias", "gate.expert_bias")
+"""How the names of the routers' biases end."""
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("DeepseekV2", {
@@ -98,15 +103,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **_GROUPED_QUERY, "intermediate_size": 24, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
         "rms_norm_eps": 1e-2, "rope_parameters": {**_PLAIN, "rope_theta": 5e6, "partial_rotary_factor": 0.5},
     }),
+    "bailing-moe-v2": ("BailingMoeV2", {
+        **_GROUPED_QUERY, "moe_intermediate_size": 24, "head_dim": 24, "use_qkv_bias": True, "use_qk_norm": True,
+        "use_bias": False, "rms_norm_eps": 1e-5, "num_experts": 16, "num_shared_experts": 2, "num_experts_per_tok": 4,
+        "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "score_function": "sigmoid", "moe_router_enable_expert_bias": True, "hidden_act": "silu",
+        "rope_parameters": {**_PLAIN, "rope_theta": 6e5, "partial_rotary_factor": 0.5},
+    }),
 }  # fmt: skip
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
 
 
+def class_of(case: str, kind: str) -> Any:
+    """A case's class: transformers', or the one in its place. kind: the end of its name, e.g. "Config"."""
+    name = CASES[case][0] + kind
+    return getattr(ling, name) if hasattr(ling, name) else getattr(transformers, name)
+
+
 def config(case: str, **changes: Any) -> Any:
     """The transformers configuration of a case, with changed settings."""
-    name, settings = CASES[case]
     # A copy: transformers writes into the dictionaries it is given.
-    return getattr(transformers, f"{name}Config")(**copy.deepcopy({**settings, **changes}))
+    return class_of(case, "Config")(**copy.deepcopy({**CASES[case][1], **changes}))
 
 
 def make(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -114,11 +131,10 @@ def make(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32,
 
     Another dtype leaves the router's biases in fp32, as the released models do. changes: of the case's settings.
     """
-    name, _ = CASES[case]
-    model = getattr(transformers, f"{name}ForCausalLM")(config(case, **changes))
+    model = class_of(case, "ForCausalLM")(config(case, **changes))
     fill(model, seed)
     if dtype != torch.float32:
-        biases = {key: value.clone() for key, value in model.named_buffers() if key.endswith("correction_bias")}
+        biases = {key: value.clone() for key, value in model.named_buffers() if key.endswith(ROUTER_BIASES)}
         model.to(dtype)
         model.config.dtype = dtype
         for key, value in biases.items():
@@ -145,7 +161,7 @@ def fill(model: torch.nn.Module, seed: int) -> None:
             else:
                 parameter.copy_(drawn(parameter) * parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(ROUTER_BIASES):
                 # Near 4 a bfloat16 steps by 0.03; the scores that the bias is added to spread by about 0.2.
                 buffer.copy_(4.0 + 0.1 * drawn(buffer))
 

@@ -286,6 +286,8 @@ def _transposed(tensors: Tensors, suffix: str) -> Tensors:
 OF_TENSORS: dict[str, Callable[[Tensors, TensorNames, Settings], Tensors | None]] = {
     "norms exchanged": lambda t, n, s: _exchange(t, *n.norms),
     "norms of heads exchanged": lambda t, n, s: _exchange(t, *n.head_norms),
+    "norms of heads rolled": lambda t, n, s: _each(t, n.head_norms[0], lambda value: value.roll(len(value) // 4)),
+    "norms of heads left out": lambda t, n, s: _each(t, n.head_norms[1], torch.ones_like),
     "norms plus one": lambda t, n, s: {k: v + 1.0 if "norm" in k else v for k, v in t.items()},
     "final norm left out": lambda t, n, s: _each(t, f"{n.model}norm.weight", torch.ones_like),
     "gate and up exchanged": _gate_is_up,
@@ -348,6 +350,8 @@ OF_SETTINGS: dict[str, Callable[[Settings], Settings | None]] = {
     "one expert fewer": _instead("moe_router_topk", lambda chosen: chosen - 1),
     "dense layers off by one": _dense_off_by_one,
     "no norms of heads": _instead("qk_layernorm", False),
+    "norms of each head": _instead("qk_layernorm_across_heads", lambda across: not across),
+    "norms on the other side": _instead("reordered_norm", lambda behind: not behind),
     "no biases": _instead("add_qkv_bias", False),
     "output tied": _instead("untie_embeddings_and_output_weights", lambda untied: not untied),
     "no shared expert": _instead("moe_shared_expert_intermediate_size", lambda width: None),

@@ -28,6 +28,8 @@ from tests.helpers.plain_steps import write_step
 from tests.helpers.rows import rows
 
 SAVED = {}
+ALSO_DESCRIBED_BY = {"bailing-moe-v2": "glm4-moe"}
+"""Case -> another family whose format has all of the model, and which comes first."""
 
 
 def saved(case: str) -> dict:
@@ -57,7 +59,8 @@ def test_both_spellings_say_the_same_without_a_note(case):
     hub = read(tiny_models.hub_spelling(saved(case)))
     assert v5.flat == hub.flat
     assert v5.notes == hub.notes == []
-    assert v5.family is hub.family is family_of_run(build(v5.flat))
+    assert v5.family is hub.family
+    assert family_of_run(build(v5.flat)) is FAMILIES[ALSO_DESCRIBED_BY.get(case, v5.family.name)]
 
 
 @pytest.mark.parametrize("case", tiny_models.CASES)
@@ -78,7 +81,7 @@ def test_another_number_of_positions_leaves_the_model_as_it_was(case):
 @pytest.mark.parametrize("case", tiny_models.CASES)
 def test_a_written_configuration_is_read_as_the_run_and_by_transformers(case):
     run = build(read(saved(case)).flat)
-    written = hf_config.config_of(run, family_of_run(run), "bfloat16")
+    written = hf_config.config_of(run, read(saved(case)).family, "bfloat16")
     assert read(written).flat == read(saved(case)).flat
     assert hf_config.differences(run, read(written).flat) == []
     model = loaded(written)
@@ -323,7 +326,7 @@ def test_a_preset_is_what_its_published_configuration_is_read_as(name):
 
 
 ONE_OF_A_FAMILY = ["deepseek-v2-lite", "moonlight-16b-a3b", "mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b"]
-ONE_OF_A_FAMILY += ["glm-4.5-air"]
+ONE_OF_A_FAMILY += ["glm-4.5-air", "olmoe-1b-7b", "minimax-m2.5"]
 
 
 @pytest.mark.parametrize("name", rows(PUBLISHED, test=ONE_OF_A_FAMILY))

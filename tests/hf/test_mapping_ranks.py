@@ -43,13 +43,13 @@ class Layout(NamedTuple):
 
 LAYOUTS = {
     "one": Layout(1, {}, ALL),
-    "TP2": Layout(2, TP2, ("deepseek-v3", "qwen2-moe")),
+    "TP2": Layout(2, TP2, ("deepseek-v3", "qwen2-moe", "flex-olmo", "bailing-moe-v2")),
     "PP2": Layout(2, PP2, ("qwen3-moe-tied", "deepseek-v2")),
     "EP2": Layout(2, {**EP2, "use_distributed_optimizer": True}, ("moonlight", "qwen3-moe")),
     "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral",)),
     "TP2xEP2, experts whole": Layout(2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}, ("glm4-moe",)),
     "VPP": Layout(2, VPP, ("deepseek-v3",), ("deepseek-v3", "qwen3-moe-tied", "qwen2-moe")),
-    "CP2": Layout(2, {**EP2, "context_parallel_size": 2}, ONE_OF_EACH_ATTENTION, ONE_OF_EACH_ATTENTION),
+    "CP2": Layout(2, {**EP2, "context_parallel_size": 2}, ONE_OF_EACH_ATTENTION, (*ONE_OF_EACH_ATTENTION, "flex-olmo")),
 }
 
 
@@ -84,7 +84,11 @@ def reference(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.flo
         for parameter in model.parameters():
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
     model.save_pretrained(folder / "gradients")
-    gradients = {name: value for name, value in held(folder / "gradients").items() if "correction_bias" not in name}
+    gradients = {
+        name: value
+        for name, value in held(folder / "gradients").items()
+        if not name.endswith(tiny_models.ROUTER_BIASES)
+    }
     return Reference(str(folder / "model"), logits.detach(), float(loss), choices, gradients, tensors)
 
 

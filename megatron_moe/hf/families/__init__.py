@@ -15,6 +15,7 @@ _FILES = """
     glm4_moe
     olmoe flex_olmo
     minimax_m2
+    bailing_moe_v2
 """.split()
 """In this order a model that was trained here is offered to them, and the first whose format describes it is taken."""
 FAMILIES: dict[str, Family] = {
