@@ -156,6 +156,7 @@ CONFIGURATIONS: dict[str, Callable[[Settings], Settings | None]] = {
 
 NOT_OF: dict[str, dict[str, str]] = {
     "deepseek-v2": {"weights of experts": "transformers reads no norm_topk_prob there"},
+    "minimax-m2": {"one chosen": "its weight is always 1, and what reaches its router is rounding"},
 }
 """Case -> configurations that its class does not have, with the reason."""
 
@@ -320,8 +321,10 @@ def _instead(name: str, other: Any) -> Callable[[Settings], Settings | None]:
     """Another value of a setting; `other` may be a function of the right one."""
 
     def changed(flat: Settings) -> Settings | None:
-        value = other(flat.get(name)) if callable(other) else other
-        return None if flat.get(name) is None or value == flat[name] else {name: value}
+        if flat.get(name) is None:
+            return None
+        value = other(flat[name]) if callable(other) else other
+        return None if value == flat[name] else {name: value}
 
     return changed
 

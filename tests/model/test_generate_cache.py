@@ -42,6 +42,9 @@ CASES = {
     "latent, more predictions": {"mtp_num_layers": 1},
     "grouped-query": GROUPED,
     "grouped-query, part rotated, norms, bias": {**GROUPED, **MORE},
+    "grouped-query, norms of all heads and behind": {
+        **GROUPED, "qk_layernorm": True, "qk_layernorm_across_heads": True, "reordered_norm": True,
+    },
     "grouped-query, no positions": {**GROUPED, "position_embedding_type": "none"},
 }
 IMPLIED = ("latent attention", "grouped-query")
