@@ -28,8 +28,8 @@ from typing import Any
 from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields, from_file
-from megatron_moe.config.rules import check_model
 from megatron_moe.config.model_flags import ROPE_SETTINGS
+from megatron_moe.config.rules import check_model
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.hf.transforms import Shape
 from megatron_moe_tools.compat import megatron_flags, megatron_settings
@@ -227,11 +227,11 @@ _LLAMA3 = {
 _READ_BY: dict[str, Callable[[Run], bool]] = {
     "moe_": lambda run: run.moe.num_experts is not None,
     "moe_router_group_score": lambda run: False,  # Megatron-LM has no such argument, and one such score
-    **dict.fromkeys(_ROPE_NOT_THERE, lambda run: False),
     **dict.fromkeys(
         ("rope_type", "kv_lora_rank", "qk_head_dim", "qk_pos", "v_head"), lambda run: run.model.multi_latent_attention
     ),
-    **dict.fromkeys(ROPE_SETTINGS["yarn"], lambda run: run.model.multi_latent_attention and run.model.rope_type == "yarn"),
+    **dict.fromkeys(ROPE_SETTINGS["yarn"], lambda run: run.model.rope_type == "yarn"),
+    **dict.fromkeys(_ROPE_NOT_THERE, lambda run: False),
 }
 """Beginnings of settings -> whether a model reads these."""
 
