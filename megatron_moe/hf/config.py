@@ -147,8 +147,10 @@ def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
         ConfigError: the family's format cannot describe the model.
     """
     model = run.model
-    if run.moe.num_experts is None:
-        raise ConfigError(f"a model without experts is not written as {family.name}: add --num-experts to train one")
+    if family.dense != (run.moe.num_experts is None):
+        works = "a family with experts, or no --num-experts" if family.dense else "a dense family, or --num-experts"
+        kind = "with" if family.dense else "without"
+        raise ConfigError(f"a model {kind} experts is not written as {family.name}: choose {works}")
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_types[0],
@@ -181,17 +183,17 @@ def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
     return config
 
 
-def family_of_run(run: Run) -> Family | None:
-    """Return the first family whose format describes a model trained here from scratch; None for a dense model.
+def family_of_run(run: Run) -> Family:
+    """Return the first family whose format describes a model trained here from scratch.
 
     If there is none, the closest one is returned, for which `config_of` says what it can't describe.
     """
-    if run.moe.num_experts is None:
-        return None
     for family in FAMILIES.values():
         with contextlib.suppress(ConfigError):
             config_of(run, family, "bfloat16")
             return family
+    if run.moe.num_experts is None:
+        return FAMILIES["qwen3" if run.model.qk_layernorm else "qwen2" if run.model.add_qkv_bias else "llama"]
     sigmoid = run.moe.moe_router_score_function == "sigmoid"
     if run.model.multi_latent_attention:
         return FAMILIES["deepseek-v3" if sigmoid else "deepseek-v2"]
@@ -216,7 +218,8 @@ def with_positions(config: dict[str, Any], positions: int) -> tuple[dict[str, An
         changed["sliding_window"] = None
         notes.append(f"config.json: sliding_window {window} is null now: the model has none")
     yarn: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if (original := yarn.get("original_max_position_embeddings")) and yarn.get("factor") != positions / original:
+    original = yarn.get("original_max_position_embeddings")
+    if original and "yarn" in yarn.values() and yarn.get("factor") != positions / original:
         notes.append(
             f"config.json: yarn's factor stays {yarn.get('factor')}, as trained; transformers 5 computes with it, and "
             f"warns that it is not {positions} / {original}"

@@ -41,8 +41,9 @@ class Family:
     architecture: the class in transformers, `architectures[0]` of config.json. model_types: values of `model_type`;
     the first is written. read: keys of config.json -> fields of `Run`, without those that all families have in common
     (`hf.config.settings`). write: run -> the family's own keys. models, reads, refuses: what the family's page says.
-    predicts: whether its folders may have layers of multi-token prediction. served_untied: whether vLLM's class of it
-    reads the output layer from the folder even where config.json ties it to the embedding.
+    dense: whether its models have no experts. predicts: whether its folders may have layers of multi-token prediction.
+    served_untied: whether vLLM's class of it reads the output layer from the folder even where config.json ties it to
+    the embedding.
     """
 
     name: str
@@ -54,5 +55,6 @@ class Family:
     reads: str
     refuses: str
     names: TensorNames = DEEPSEEK
+    dense: bool = False
     predicts: bool = False
     served_untied: bool = False

@@ -219,6 +219,17 @@ def attention_keys(run: Run, partly_rotated: bool = False) -> dict[str, Any]:
     }
 
 
+def dense(keys: Keys) -> dict[str, Any]:
+    """Return the settings of a dense model; the keys of these families that would make it another one are refused."""
+    keys.only("attention_bias", (False,), "it means a bias of the output projection too, which has none here")
+    keys.only("mlp_bias", (False,), "MLPs have no biases here")
+    return attention(keys)
+
+
+def dense_keys(run: Run) -> dict[str, Any]:
+    return {**attention_keys(run), "intermediate_size": run.derived.ffn_hidden_size}
+
+
 # ---- Qwen's experts: every n-th layer has them, but for those listed.
 
 

@@ -57,7 +57,9 @@ def test_both_spellings_say_the_same_without_a_note(case):
     hub = read(tiny_models.hub_spelling(saved(case)))
     assert v5.flat == hub.flat
     assert v5.notes == hub.notes == []
-    assert v5.family is hub.family is family_of_run(build(v5.flat))
+    assert v5.family is hub.family
+    # Mistral's format says nothing that Llama's does not.
+    assert family_of_run(build(v5.flat)).name == {"mistral": "llama"}.get(case, v5.family.name)
 
 
 @pytest.mark.parametrize("case", tiny_models.CASES)
@@ -120,7 +122,6 @@ def test_a_mixtral_of_one_chosen_expert_is_a_run():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_written_and_is_read_again(name):
-    assert family_of_run(build({"vocab_size": 1000})) is None  # a dense model
     run = build({"vocab_size": 1000, **PRESETS[name]})
     family = family_of_run(run)
     assert hf_config.differences(run, read(hf_config.config_of(run, family, "bfloat16")).flat) == []
