@@ -14,11 +14,11 @@ from megatron_moe.hf.config_keys import Keys
 class TensorNames:
     """The names of those tensors that families name differently; those of a layer are relative to it.
 
-    model: prefix of all tensors but the output layer. embedding: its table. query_key_value: of attention, or one name
-    if one tensor has all queries, then all keys and all values. attention_output: its other projection. norms: of attention and of the MLP. head_norms: of
-    queries and of keys. experts: prefix of an expert's matrices, {e} being its number. matrices: names of gate, up and
-    down. router: the gate's weight. router_bias: its expert_bias. shared: prefix of the shared expert; its gate is
-    named `shared_gate`.
+    model: prefix of all tensors but the output layer. embedding: the table of tokens. query_key_value: projections of
+    attention; one name if one tensor has all queries, then all keys and all values. attention_output: its other
+    projection. norms: of attention and of the MLP. head_norms: of queries and of keys. experts: prefix of an expert's
+    matrices, {e} being its number. matrices: names of gate, up and down. router: the gate's weight. router_bias: its
+    expert_bias. shared: prefix of the shared expert; its gate is named `shared_gate`.
     """
 
     model: str = "model."
@@ -45,8 +45,9 @@ class Family:
     architecture: the class in transformers, `architectures[0]` of config.json. model_types: values of `model_type`;
     the first is written. read: keys of config.json -> fields of `Run`, without those that all families have in common
     (`hf.config.settings`). write: run -> the family's own keys. models, reads, refuses: what the family's page says.
-    predicts: whether its folders may have layers of multi-token prediction. served_untied: whether vLLM's class of it
-    reads the output layer from the folder even where config.json ties it to the embedding.
+    dense: whether its models have no experts. predicts: whether its folders may have layers of multi-token prediction.
+    served_untied: whether vLLM's class of it reads the output layer from the folder even where config.json ties it to
+    the embedding.
     """
 
     name: str
@@ -58,5 +59,6 @@ class Family:
     reads: str
     refuses: str
     names: TensorNames = DEEPSEEK
+    dense: bool = False
     predicts: bool = False
     served_untied: bool = False

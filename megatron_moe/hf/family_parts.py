@@ -148,7 +148,7 @@ def latent_attention(keys: Keys) -> dict[str, Any]:
         raise keys.refusal("qk_rope_head_dim", "rotation takes pairs of channels; an even width works")
     keys.ignore("head_dim")  # transformers writes qk_rope_head_dim there and does not read it
     return {
-        **rope_settings(keys, rope),
+        **rope_settings(keys, rope, latent=True),
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "q_lora_rank": keys.integer("q_lora_rank", default=None),
@@ -193,11 +193,9 @@ def attention(keys: Keys, partly_rotated: bool = False, rotated: int | None = No
     if size is None and hidden % heads:
         raise keys.refusal("head_dim", f"hidden_size {hidden} is no multiple of num_attention_heads {heads}; give it")
     width = hidden // heads if size is None else size
-    flat = rope_settings(keys, partly_rotated=partly_rotated, share=None if rotated is None else rotated / width)
-    if int(width * flat["rotary_percent"]) % 2 or not int(width * flat["rotary_percent"]):
-        raise keys.refusal("head_dim", f"of {width} channels {flat['rotary_percent']} are rotated, which is no pair")
+    share = None if rotated is None else rotated / width
     return {
-        **flat,
+        **rope_settings(keys, width, partly_rotated=partly_rotated, share=share),
         "group_query_attention": True,
         "num_query_groups": groups,
         "kv_channels": None if size is None or size * heads == hidden else size,
@@ -228,6 +226,17 @@ def attention_keys(run: Run, partly_rotated: bool = False) -> dict[str, Any]:
         "sliding_window": None,
         **rope_keys(run, partly_rotated),
     }
+
+
+def dense(keys: Keys) -> dict[str, Any]:
+    """Return the settings of a dense model; the keys of these families that would make it another one are refused."""
+    keys.only("attention_bias", (False,), "it means a bias of the output projection too, which has none here")
+    keys.only("mlp_bias", (False,), "MLPs have no biases here")
+    return attention(keys)
+
+
+def dense_keys(run: Run) -> dict[str, Any]:
+    return {**attention_keys(run), "intermediate_size": run.derived.ffn_hidden_size}
 
 
 # ---- OLMo: one norm over all query heads and one over all key heads.

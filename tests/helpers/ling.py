@@ -4,7 +4,7 @@ Written from the formulas of inclusionAI/Ling-V2, models/modeling_bailing_moe_v2
 """
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -140,7 +140,7 @@ class BailingMoeV2Model(nn.Module):
 class BailingMoeV2ForCausalLM(transformers.PreTrainedModel):
     config_class = BailingMoeV2Config
     base_model_prefix = "model"
-    _tied_weights_keys = {"lm_head.weight": "model.word_embeddings.weight"}
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.word_embeddings.weight"}
 
     def __init__(self, config: BailingMoeV2Config) -> None:
         super().__init__(config)

@@ -33,6 +33,7 @@ YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 64,
     "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
+_STRETCHED: dict[str, Any] = {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
 _DEEPSEEK_V3: dict[str, Any] = {
     **_LATENT, "q_lora_rank": 24, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4,
     "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
@@ -109,6 +110,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
         "score_function": "sigmoid", "moe_router_enable_expert_bias": True, "hidden_act": "silu",
         "rope_parameters": {**_PLAIN, "rope_theta": 6e5, "partial_rotary_factor": 0.5},
+    }),
+    "olmo2": ("Olmo2", {**_GROUPED_QUERY, "rms_norm_eps": 1e-2, "rope_parameters": {**_PLAIN, "rope_theta": 5e5}}),
+    # Dense models, each at frequencies of another kind, stretched within the length of a test
+    "llama": ("Llama", {
+        **_GROUPED_QUERY, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "llama3", **_STRETCHED, "low_freq_factor": 0.1, "high_freq_factor": 1.0},
+    }),
+    "llama-tied": ("Llama", {
+        **_GROUPED_QUERY, "head_dim": 24, "tie_word_embeddings": True, "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+    }),
+    "qwen2": ("Qwen2", {
+        **_GROUPED_QUERY, "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "yarn", **_STRETCHED, "beta_fast": 1.0, "beta_slow": 0.05, "truncate": False,
+        },
+    }),
+    "qwen3": ("Qwen3", {
+        **_GROUPED_QUERY, "head_dim": 24, "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "longrope", **_STRETCHED, "short_factor": [1.0, *[1.5] * 11],
+            "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, *[5.0] * 7],
+        },
+    }),
+    "mistral": ("Mistral", {
+        **_GROUPED_QUERY, "head_dim": 8, "rms_norm_eps": 1e-5, "sliding_window": None, "rope_parameters": _MILLION,
     }),
 }  # fmt: skip
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""

@@ -25,6 +25,8 @@ from tests.hf import imported_cases as cases
 pytestmark = pytest.mark.engine
 
 ALL = tuple(tiny_models.CASES)
+DENSE = ("llama", "llama-tied", "qwen2", "qwen3", "mistral", "olmo2")
+SPARSE = tuple(case for case in ALL if case not in DENSE)
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
@@ -43,13 +45,14 @@ class Layout(NamedTuple):
 
 LAYOUTS = {
     "one": Layout(1, {}, ALL),
-    "TP2": Layout(2, TP2, ("deepseek-v3", "qwen2-moe", "flex-olmo", "bailing-moe-v2")),
-    "PP2": Layout(2, PP2, ("qwen3-moe-tied", "deepseek-v2")),
-    "EP2": Layout(2, {**EP2, "use_distributed_optimizer": True}, ("moonlight", "qwen3-moe")),
-    "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral",)),
-    "TP2xEP2, experts whole": Layout(2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}, ("glm4-moe",)),
+    "TP2": Layout(2, TP2, ("deepseek-v3", "qwen2-moe", "qwen2", "flex-olmo")),
+    "PP2": Layout(2, PP2, ("qwen3-moe-tied", "deepseek-v2", "llama-tied", "olmo2")),
+    "EP2": Layout(2, {**EP2, "use_distributed_optimizer": True}, ("moonlight", "qwen3-moe", "bailing-moe-v2"), SPARSE),
+    "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral",), SPARSE),
+    "TP2xEP2, experts whole": Layout(2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}, ("glm4-moe",), SPARSE),
     "VPP": Layout(2, VPP, ("deepseek-v3",), ("deepseek-v3", "qwen3-moe-tied", "qwen2-moe")),
     "CP2": Layout(2, {**EP2, "context_parallel_size": 2}, ONE_OF_EACH_ATTENTION, (*ONE_OF_EACH_ATTENTION, "flex-olmo")),
+    "CP2, dense": Layout(2, {"context_parallel_size": 2}, ("llama", "qwen2", "qwen3"), DENSE),
 }
 
 

@@ -16,6 +16,7 @@ _FILES = """
     olmoe flex_olmo
     minimax_m2
     bailing_moe_v2
+    llama qwen2 qwen3 mistral olmo2
 """.split()
 """In this order a model that was trained here is offered to them, and the first whose format describes it is taken."""
 FAMILIES: dict[str, Family] = {
@@ -24,8 +25,8 @@ FAMILIES: dict[str, Family] = {
 
 REFUSED: dict[str, str] = {}
 for _reason, _kinds in {
-    "it is a dense model, and mixtures of experts are converted": (
-        "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox olmo olmo2 phi phi3"
+    "its layers are others than those of the dense models here": (
+        "gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox olmo phi phi3"
     ),
     "it is a model of several modalities, and the text model is not converted alone": (
         "kimi_k25 kimi_vl deepseek_vl_v2 qwen3_vl_moe glm4v_moe"
