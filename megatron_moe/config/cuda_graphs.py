@@ -25,6 +25,7 @@ _OBSTACLES: tuple[tuple[str, str, Callable[[Any], Any], str], ...] = (
     (_EVERY, "residual_multiplier", lambda factor: factor != 1.0, "scaled sums were not captured on a device"),
     ("attn", "qk_layernorm_after_rotation", bool, "norms after the rotation were not captured on a device"),
     (_EVERY, "recompute_granularity", lambda kind: kind == "full", "whole layers are recomputed"),
+    (_EVERY, "reordered_norm", bool, "norms behind attention and MLP are not captured"),
     ("attn", "reset_attention_mask", bool, "the host has to know where documents begin"),
     ("attn mlp", "transformer_impl", lambda kind: kind != "local", "Transformer Engine's modules are not captured"),
     ("attn mlp moe", "fp8_format", bool, "products in FP8 are not captured"),

@@ -149,6 +149,15 @@ ATTENTION = ModelPart(
         _weights("attention weights", computed=PRODUCTS, reduced=OWN),
         TensorClass("attention softmax", NONE, "fp32", "fp32"),
         TensorClass(
+            "mean squares of all heads",
+            NONE,
+            "fp32",
+            "fp32",
+            "fp32",
+            note="reduced: over TP ranks",
+            when=lambda run: run.model.qk_layernorm_across_heads,
+        ),
+        TensorClass(
             "keys and values over CP ranks",
             OWN,
             reduced="fp32",
@@ -267,8 +276,10 @@ MOE_MLP = ModelPart(parts={"router": TOP_K_ROUTER, "experts": EXPERTS, "shared_e
 
 
 def _layer(mlp: ModelPart) -> ModelPart:
-    parts = {"input_layernorm": NORM, "self_attention": ATTENTION, "pre_mlp_layernorm": NORM, "mlp": mlp}
-    return ModelPart(parts=parts)
+    before = replace(NORM, when=lambda run: not run.model.reordered_norm)
+    behind = replace(NORM, when=lambda run: run.model.reordered_norm)
+    attention = {"input_layernorm": before, "self_attention": ATTENTION, "post_self_attn_layernorm": behind}
+    return ModelPart(parts={**attention, "pre_mlp_layernorm": before, "mlp": mlp, "post_mlp_layernorm": behind})
 
 
 DENSE_LAYER, MOE_LAYER = _layer(DENSE_MLP), _layer(MOE_MLP)

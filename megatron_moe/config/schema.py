@@ -413,7 +413,8 @@ class DerivedSettings:
             found += (n + 2 * self.num_query_groups) * self.head_size
         if m.add_bias_linear:
             found += h
-        return found + (2 * self.head_size if m.qk_layernorm else 0)
+        normed = n + self.num_query_groups if m.qk_layernorm_across_heads else 2
+        return found + (normed * self.head_size if m.qk_layernorm else 0)
 
     def _mlp_weights(self, width: int, vectors: bool) -> int:
         h, up = self._run.model.hidden_size, (2 if self._run.model.swiglu else 1)

@@ -27,7 +27,7 @@ def layer_freq(keys: Keys, decided_by: str, pattern: list[int]) -> int | str:
 
 
 def routed_and_shared(keys: Keys, *aliases: str, kinds: bool = False) -> dict[str, Any]:
-    """Return the experts' settings of DeepSeek and GLM: routed ones, shared ones as one MLP, dense layers first.
+    """Return the experts' settings of DeepSeek, GLM and Ling: routed ones, shared ones as one MLP, dense layers first.
 
     Args:
         aliases: other names of n_routed_experts.
@@ -36,7 +36,8 @@ def routed_and_shared(keys: Keys, *aliases: str, kinds: bool = False) -> dict[st
     experts = expert_count(keys, "n_routed_experts", *aliases)
     width = keys.integer("moe_intermediate_size")
     factor = keys.number("routed_scaling_factor")
-    shared = None if keys.is_null("n_shared_experts") else keys.integer("n_shared_experts") * width
+    none_shared = keys.is_null("n_shared_experts") or keys.is_null("num_shared_experts")
+    shared = None if none_shared else keys.integer("n_shared_experts", "num_shared_experts") * width
     layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
     listed = keys.raw("mlp_layer_types") if kinds else None
     if listed is None:
@@ -172,7 +173,7 @@ def latent_attention(keys: Keys) -> dict[str, Any]:
         raise keys.refusal("qk_rope_head_dim", "rotation takes pairs of channels; an even width works")
     keys.ignore("head_dim")  # transformers writes qk_rope_head_dim there and does not read it
     return {
-        **rope_settings(keys, rope),
+        **rope_settings(keys, rope, latent=True),
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "q_lora_rank": keys.integer("q_lora_rank", default=None),
@@ -202,7 +203,13 @@ def latent_attention_keys(run: Run) -> dict[str, Any]:
 # ---- Grouped-query attention.
 
 
-def attention(keys: Keys, partly_rotated: bool = False) -> dict[str, Any]:
+def attention(keys: Keys, partly_rotated: bool = False, rotated: int | None = None) -> dict[str, Any]:
+    """Return the settings of attention and dense layers.
+
+    Args:
+        partly_rotated: whether the family rotates a share of each head.
+        rotated: how many channels of a head are rotated, where a key of the family's own says it.
+    """
     heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     groups = keys.integer("num_key_value_heads")
     if heads % groups:
@@ -210,12 +217,10 @@ def attention(keys: Keys, partly_rotated: bool = False) -> dict[str, Any]:
     size = keys.integer("head_dim", default=None)
     if size is None and hidden % heads:
         raise keys.refusal("head_dim", f"hidden_size {hidden} is no multiple of num_attention_heads {heads}; give it")
-    flat = rope_settings(keys, partly_rotated=partly_rotated)
     width = hidden // heads if size is None else size
-    if int(width * flat["rotary_percent"]) % 2 or not int(width * flat["rotary_percent"]):
-        raise keys.refusal("head_dim", f"of {width} channels {flat['rotary_percent']} are rotated, which is no pair")
+    share = None if rotated is None else rotated / width
     return {
-        **flat,
+        **rope_settings(keys, width, partly_rotated=partly_rotated, share=share),
         "group_query_attention": True,
         "num_query_groups": groups,
         "kv_channels": None if size is None or size * heads == hidden else size,
@@ -245,6 +250,54 @@ def attention_keys(run: Run, partly_rotated: bool = False) -> dict[str, Any]:
         "head_dim": run.derived.head_size,
         "sliding_window": None,
         **rope_keys(run, partly_rotated),
+    }
+
+
+def dense(keys: Keys) -> dict[str, Any]:
+    """Return the settings of a dense model; the keys of these families that would make it another one are refused."""
+    keys.only("attention_bias", (False,), "it means a bias of the output projection too, which has none here")
+    keys.only("mlp_bias", (False,), "MLPs have no biases here")
+    return attention(keys)
+
+
+def dense_keys(run: Run) -> dict[str, Any]:
+    return {**attention_keys(run), "intermediate_size": run.derived.ffn_hidden_size}
+
+
+# ---- OLMo: one norm over all query heads and one over all key heads.
+
+
+def olmo_attention(keys: Keys) -> dict[str, Any]:
+    heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    keys.only("attention_bias", (False,), "it means a bias of the output projection too, which has none here")
+    keys.only("head_dim", (hidden // heads,), "the heads of this family divide hidden_size")
+    return {**attention(keys), "qk_layernorm": True, "qk_layernorm_across_heads": True}
+
+
+def olmo_attention_keys(run: Run) -> dict[str, Any]:
+    # transformers' default of pad_token_id is a token of the published vocabulary, which has no gradient there.
+    keys = {"num_key_value_heads": run.derived.num_query_groups, "attention_bias": False, "pad_token_id": None}
+    return {**keys, **rope_keys(run)}
+
+
+def olmo_experts(keys: Keys) -> dict[str, Any]:
+    """Return a softmax over all experts in every layer; intermediate_size is an expert's width."""
+    experts = expert_count(keys, "num_experts", "num_local_experts")
+    return {
+        "num_experts": experts,
+        "moe_router_topk": topk(keys, experts),
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "moe_router_norm_topk_prob": keys.boolean("norm_topk_prob"),
+    }
+
+
+def olmo_experts_keys(run: Run) -> dict[str, Any]:
+    return {
+        "intermediate_size": run.derived.moe_ffn_hidden_size,
+        "num_experts": run.moe.num_experts,
+        "num_experts_per_tok": run.moe.moe_router_topk,
+        "norm_topk_prob": run.derived.norm_topk_prob,
     }
 
 

@@ -20,6 +20,7 @@ from megatron_moe.hf.transforms import (
     Copy,
     ExpertDown,
     ExpertGateUp,
+    FusedQueryKeyValue,
     GateThenUp,
     QueryKeyValue,
     Reshape,
@@ -94,20 +95,24 @@ def _attention(run: Run, names: TensorNames) -> Iterator[MappingRule]:
     latent = model.multi_latent_attention
     per_head = model.v_head_dim if latent else run.derived.head_size
     here, there = "self_attention.", "self_attn."
-    yield MappingRule("input_layernorm.weight", (names.norms[0],), Copy((hidden,)))
-    yield MappingRule("pre_mlp_layernorm.weight", (names.norms[1],), Copy((hidden,)))
-    yield MappingRule(f"{here}linear_proj.weight", (f"{there}o_proj.weight",), Copy((hidden, heads * per_head)))
+    behind = ("post_self_attn_layernorm", "post_mlp_layernorm")
+    norms = behind if model.reordered_norm else ("input_layernorm", "pre_mlp_layernorm")
+    yield MappingRule(f"{norms[0]}.weight", (names.norms[0],), Copy((hidden,)))
+    yield MappingRule(f"{norms[1]}.weight", (names.norms[1],), Copy((hidden,)))
+    output = Copy((hidden, heads * per_head))
+    yield MappingRule(f"{here}linear_proj.weight", (f"{names.attention_output}.weight",), output)
     if not latent:
-        sizes = (heads, run.derived.num_query_groups, run.derived.head_size)
-        packed = [f"{there}{name}_proj" for name in "qkv"]
+        sizes, packed = (heads, run.derived.num_query_groups, run.derived.head_size), names.query_key_value
+        pack = QueryKeyValue if len(packed) == 3 else FusedQueryKeyValue
         weights, biases = tuple(f"{name}.weight" for name in packed), tuple(f"{name}.bias" for name in packed)
-        yield MappingRule(f"{here}linear_qkv.weight", weights, QueryKeyValue(*sizes, hidden))
+        yield MappingRule(f"{here}linear_qkv.weight", weights, pack(*sizes, hidden))
         if model.add_qkv_bias:
-            yield MappingRule(f"{here}linear_qkv.bias", biases, QueryKeyValue(*sizes))
+            yield MappingRule(f"{here}linear_qkv.bias", biases, pack(*sizes))
         if model.qk_layernorm:
             place = f"{here}core_attention." if model.qk_layernorm_after_rotation else here
-            yield MappingRule(f"{place}q_layernorm.weight", (names.head_norms[0],), Copy((per_head,)))
-            yield MappingRule(f"{place}k_layernorm.weight", (names.head_norms[1],), Copy((per_head,)))
+            queries, keys = (heads, sizes[1]) if model.qk_layernorm_across_heads else (1, 1)
+            yield MappingRule(f"{place}q_layernorm.weight", (names.head_norms[0],), Copy((queries * per_head,)))
+            yield MappingRule(f"{place}k_layernorm.weight", (names.head_norms[1],), Copy((keys * per_head,)))
         return
     query, rotated, kv_rank = model.qk_head_dim, model.qk_pos_emb_head_dim, model.kv_lora_rank
     query_width, rank = heads * (query + rotated), model.q_lora_rank
@@ -161,7 +166,7 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
     assert model.vocab_size is not None, "a folder's configuration says how large its vocabulary is"
     table = Vocabulary(model.vocab_size, run.derived.padded_vocab_size(model.vocab_size), model.hidden_size)
     norm = Copy((model.hidden_size,))
-    embedding = f"{names.model}embed_tokens.weight"
+    embedding = f"{names.model}{names.embedding}"
     whole = [MappingRule("embedding.word_embeddings.weight", (embedding,), table)]
     whole.append(MappingRule("decoder.final_layernorm.weight", (f"{names.model}norm.weight",), norm))
     copies: dict[str, str] = {}

@@ -133,6 +133,27 @@ class QueryKeyValue(Transform):
         return [part.flatten(0, 1) for part in parts]
 
 
+class FusedQueryKeyValue(QueryKeyValue):
+    """A transform of one tensor of all queries, then all keys and all values <-> what `QueryKeyValue` makes of three.
+
+    Args:
+        heads, groups, head_size, rest: see `QueryKeyValue`.
+    """
+
+    def __init__(self, heads: int, groups: int, head_size: int, *rest: int) -> None:
+        super().__init__(heads, groups, head_size, *rest)
+        self.parts = [shape[0] for shape in self.hf_shapes]
+        self.hf_shapes = (self.native_shape,)
+
+    def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        return super().to_native(tensors[0].split(self.parts))
+
+    def to_hf(self, block: Tensor) -> list[Tensor]:
+        import torch
+
+        return [torch.cat(super().to_hf(block))]
+
+
 class Vocabulary(Transform):
     """A transform of a table [V, H] <-> the table with rows of zeros after it, which no token selects: [padded, H]."""
 

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -28,9 +26,13 @@ from megatron_moe.engine.layers import (
     AttnMaskType,
     ColumnParallelLinear,
     DistributedDataParallel,
+    IdentityOp,
     MLPSubmodules,
     RowParallelLinear,
+    SelfAttention,
+    SelfAttentionSubmodules,
     TransformerLayer,
+    TransformerLayerSubmodules,
     VocabParallelEmbedding,
     checkpoint,
     copy_to_tensor_model_parallel_region,
@@ -55,8 +57,15 @@ from megatron_moe.model.initialize import global_name, initialize_weights
 from megatron_moe.model.loss import FusedLoss, OutputLayer, OutputLayerWithLoss, TokenLoss
 from megatron_moe.model.mla import LatentAttention, MLASubmodules, ReplicatedLinear
 from megatron_moe.model.mtp import MTPLayer, MultiTokenPrediction, PredictionParts, without_second_table
-from megatron_moe.model.norm import RMSNorm, fp32_bias_dropout_add, multiplied
+from megatron_moe.model.norm import (
+    ReorderedNormLayer,
+    RMSNorm,
+    SelfAttentionNormedAcrossHeads,
+    fp32_bias_dropout_add,
+    multiplied,
+)
 from megatron_moe.model.overlap import ChunkPlan
+from megatron_moe.model.rotary import Angles
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.grouped_gemm_fp8 import (
     Fp8Product,
@@ -288,13 +297,13 @@ class MLPSpec:
 def layer_spec(
     config: EngineConfig, settings: LayerSettings, chosen: Parts, pg_collection: ProcessGroups, moe: bool
 ) -> ModuleSpec:
-    """Return one transformer layer: attention, then the MoE layer or a dense MLP, each after its norm."""
+    """Return one transformer layer: attention, then the MoE layer or a dense MLP, each after its norm or before it."""
     head_norm = chosen.norm if config.qk_layernorm and not settings.qk_layernorm_after_rotation else None
     core = MeasuredCoreAttention if config.log_max_attention_logit else chosen.core_attention
     if settings.qk_layernorm_after_rotation:
         core = MeasuredNormedCoreAttention if config.log_max_attention_logit else NormedCoreAttention
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
-    attention: type = SelfAttention
+    attention: type = SelfAttentionNormedAcrossHeads if settings.qk_layernorm_across_heads else SelfAttention
     submodules: Any = SelfAttentionSubmodules(
         linear_qkv=chosen.column_linear,
         core_attention=core,
@@ -305,7 +314,7 @@ def layer_spec(
     if config.multi_latent_attention:
         attention = LatentAttention
         submodules = MLASubmodules(chosen.column_linear, chosen.row_linear, head_norm, core)
-        params |= {"recomputed": settings.recomputed, "rotary": settings.rotary}
+        params |= {"recomputed": settings.recomputed, "rotation": settings.rotation}
         params["gathers_latents"] = settings.gathers_latents
     if moe:
         if settings.moe is not None and settings.moe.backend == "te":  # the layer's own error gets the engine's words
@@ -319,13 +328,14 @@ def layer_spec(
     add = fp32_bias_dropout_add if config.fp32_residual_connection else get_bias_dropout_add
     if settings.residual_multiplier != 1.0:
         add = multiplied(add, settings.residual_multiplier)
+    norm_before = IdentityOp if settings.reordered_norm else chosen.norm
     return ModuleSpec(
-        module=TransformerLayer,
+        module=ReorderedNormLayer if settings.reordered_norm else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=chosen.norm,
+            input_layernorm=norm_before,
             self_attention=ModuleSpec(module=attention, params=params, submodules=submodules),
             self_attn_bda=add,
-            pre_mlp_layernorm=chosen.norm,
+            pre_mlp_layernorm=norm_before,
             mlp=mlp,
             mlp_bda=add,
         ),
@@ -559,6 +569,9 @@ def _chunk(
     chunk.moe_options = settings.moe
     chunk.routers_know_documents = run.derived.routers_know_documents
     chunk.rotates_by_position = run.data.reset_attention_mask
+    if settings.rotation is not None and not config.multi_latent_attention:
+        chunk.rotary_pos_emb = with_class(Angles, chunk.rotary_pos_emb)
+        chunk.rotary_pos_emb.rotation = settings.rotation
     without_second_table(chunk)
     if run.training.recompute_method == "block":
         pass_on_padding_mask(chunk.decoder)

@@ -32,6 +32,9 @@ MODELS = {
         "moe_shared_expert_intermediate_size": None,
     },
     "dense, biased": {"num_layers": 2, "add_bias_linear": True, "qk_layernorm": True},
+    "norms of all heads, and behind": {
+        **PRESETS["tiny-gqa"], "qk_layernorm": True, "qk_layernorm_across_heads": True, "reordered_norm": True,
+    },
     "dense, tied": {"num_layers": 1, "add_qkv_bias": True},
     "further predictions, experts": {**TINY, "mtp_num_layers": 2},
     "further predictions, tied": {"num_layers": 1, "mtp_num_layers": 1},

@@ -181,6 +181,7 @@ NOT_OF: dict[str, dict[str, str]] = {
     **dict.fromkeys(("ernie4-5-moe", "ernie4-5-moe-interval", "hunyuan-v1-moe"), _WEIGHT_IS_ONE),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), _WEIGHT_IS_ONE),
     "deepseek-v2": {"weights of experts": "transformers reads no norm_topk_prob there"},
+    "minimax-m2": {"one chosen": "its weight is always 1, and what reaches its router is rounding"},
 }
 """Case -> configurations that its class does not have, with the reason."""
 
@@ -316,6 +317,8 @@ def _transposed(tensors: Tensors, suffix: str) -> Tensors:
 OF_TENSORS: dict[str, Callable[[Tensors, TensorNames, Settings], Tensors | None]] = {
     "norms exchanged": lambda t, n, s: _exchange(t, *n.norms),
     "norms of heads exchanged": lambda t, n, s: _exchange(t, *n.head_norms),
+    "norms of heads rolled": lambda t, n, s: _each(t, n.head_norms[0], lambda value: value.roll(len(value) // 4)),
+    "norms of heads left out": lambda t, n, s: _each(t, n.head_norms[1], torch.ones_like),
     "norms plus one": lambda t, n, s: {k: v + 1.0 if "norm" in k else v for k, v in t.items()},
     "final norm left out": lambda t, n, s: _each(t, f"{n.model}norm.weight", torch.ones_like),
     "gate and up exchanged": _gate_is_up,
@@ -348,8 +351,10 @@ def _instead(name: str, other: Any) -> Callable[[Settings], Settings | None]:
     """Another value of a setting; `other` may be a function of the right one."""
 
     def changed(flat: Settings) -> Settings | None:
-        value = other(flat.get(name)) if callable(other) else other
-        return None if flat.get(name) is None or value == flat[name] else {name: value}
+        if flat.get(name) is None:
+            return None
+        value = other(flat[name]) if callable(other) else other
+        return None if value == flat[name] else {name: value}
 
     return changed
 
@@ -384,6 +389,8 @@ OF_SETTINGS: dict[str, Callable[[Settings], Settings | None]] = {
     "embeddings as they are": _instead("embedding_multiplier", 1.0),
     "residuals as they are": _instead("residual_multiplier", 1.0),
     "logits as they are": _instead("logits_scaling", 1.0),
+    "norms of each head": _instead("qk_layernorm_across_heads", lambda across: not across),
+    "norms on the other side": _instead("reordered_norm", lambda behind: not behind),
     "no biases": _instead("add_qkv_bias", False),
     "output tied": _instead("untie_embeddings_and_output_weights", lambda untied: not untied),
     "no shared expert": _instead("moe_shared_expert_intermediate_size", lambda width: None),

@@ -25,6 +25,8 @@ from tests.hf import imported_cases as cases
 pytestmark = pytest.mark.engine
 
 ALL = tuple(tiny_models.CASES)
+DENSE = ("llama", "llama-tied", "qwen2", "qwen3", "mistral", "olmo2")
+SPARSE = tuple(case for case in ALL if case not in DENSE)
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
@@ -43,13 +45,21 @@ class Layout(NamedTuple):
 
 LAYOUTS = {
     "one": Layout(1, {}, ALL),
-    "TP2": Layout(2, TP2, ("deepseek-v3", "qwen2-moe", "hunyuan-v1-moe")),
-    "PP2": Layout(2, PP2, ("qwen3-moe-tied", "deepseek-v2")),
-    "EP2": Layout(2, {**EP2, "use_distributed_optimizer": True}, ("moonlight", "qwen3-moe", "granitemoeshared")),
-    "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral",)),
-    "TP2xEP2, experts whole": Layout(2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}, ("glm4-moe", "ernie4-5-moe")),
+    "TP2": Layout(2, TP2, ("deepseek-v3", "qwen2-moe", "hunyuan-v1-moe", "qwen2", "flex-olmo")),
+    "PP2": Layout(2, PP2, ("qwen3-moe-tied", "deepseek-v2", "llama-tied", "olmo2")),
+    "EP2": Layout(
+        2,
+        {**EP2, "use_distributed_optimizer": True},
+        ("moonlight", "qwen3-moe", "granitemoeshared", "bailing-moe-v2"),
+        SPARSE,
+    ),
+    "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral",), SPARSE),
+    "TP2xEP2, experts whole": Layout(
+        2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}, ("glm4-moe", "ernie4-5-moe"), SPARSE
+    ),
     "VPP": Layout(2, VPP, ("deepseek-v3",), ("deepseek-v3", "qwen3-moe-tied", "qwen2-moe")),
-    "CP2": Layout(2, {**EP2, "context_parallel_size": 2}, ONE_OF_EACH_ATTENTION, ONE_OF_EACH_ATTENTION),
+    "CP2": Layout(2, {**EP2, "context_parallel_size": 2}, ONE_OF_EACH_ATTENTION, (*ONE_OF_EACH_ATTENTION, "flex-olmo")),
+    "CP2, dense": Layout(2, {"context_parallel_size": 2}, ("llama", "qwen2", "qwen3"), DENSE),
 }
 
 
@@ -85,7 +95,11 @@ def reference(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.flo
         for parameter in model.parameters():
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
     model.save_pretrained(folder / "gradients")
-    gradients = {name: value for name, value in held(folder / "gradients").items() if "correction_bias" not in name}
+    gradients = {
+        name: value
+        for name, value in held(folder / "gradients").items()
+        if not name.endswith(tiny_models.ROUTER_BIASES)
+    }
     return Reference(str(folder / "model"), logits.detach(), float(loss), choices, gradients, tensors)
 
 

@@ -67,6 +67,8 @@ def balanced(*losses: str) -> dict[str, Any]:
 
 
 TIED = {"untie_embeddings_and_output_weights": False, "qk_layernorm": False, "moe_layer_freq": "[1,0,1,1]"}
+# Norms over all heads together, and behind attention and MLP, as in OLMo 2
+OLMO = {"qk_layernorm": True, "qk_layernorm_across_heads": True, "reordered_norm": True}
 DENSE = {"num_experts": None, "moe_ffn_hidden_size": None, "moe_layer_freq": 1, "add_bias_linear": True}
 # Factors of Granite, the norms of Hunyuan, the router and the pairs of ERNIE
 FACTORS = {
@@ -90,6 +92,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "tied": ({**MLA, **TIED, "moe_shared_expert_gate": True}, 0),
     "dense": ({**GQA, **DENSE}, 0),
     "factors": ({**GQA, **FACTORS, "mtp_num_layers": 1}, 0),
+    "olmo": ({**GQA, **OLMO, "norm_epsilon": 1e-3}, 1),
 }
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -144,6 +147,7 @@ PAIRS: list[Row] = [
     ("dense", 4, {"pp2": PP2, "dp2": {}, "sharded": SHARDED}),
     ("factors", 4, {"tp2": TP2, "further at end": FURTHER_AT_END, "gather": GATHER, "fused": FUSED}),
     ("factors", 4, {"cp2": CP2, "ep2": EP2, "zero3": ZERO3, "recomputed": CORE_AGAIN}),
+    ("olmo", 4, {"tp2": TP2, "cp2": CP2, "ep2": EP2, "etp1": ETP1, "zero3": ZERO3, "all recomputed": ALL_AGAIN}),
 ]
 # One part alone, which says more of what is wrong, other stages of a pipeline, and more ranks.
 FURTHER: list[Row] = [
@@ -155,6 +159,9 @@ FURTHER: list[Row] = [
     ("capacity", 2, {"tp2": TP2}),
     ("tied", 2, {"pp2": PP2, "last1": LAST1}),
     ("tied", 2, {"vpp": VPP, "sharded": SHARDED}),
+    ("olmo", 2, {"tp2": TP2}),
+    ("olmo", 4, {"tp2": TP2, "vpp": VPP, "gather": GATHER, "fused": FUSED}),
+    ("olmo", 4, {"tp2": TP2, "dp2": {}, "zero2": ZERO2}),
     ("deepseek", 4, {"tp2": TP2, "ep4": EP4, "etp1": ETP1}),
     ("deepseek", 4, {"cp4": CP4, "ep2": EP2}),
     ("deepseek", 4, {"uneven": UNEVEN}),
