@@ -124,7 +124,13 @@ NORM = ModelPart(
     emits=_norm_emits,
 )
 FINAL_NORM = replace(NORM, emits=lambda run, kept: OWN if "output_layer" in kept else _norm_emits(run, kept))
-LINEAR = ModelPart({**WEIGHT, "bias": lambda run: run.model.add_bias_linear})
+
+
+def _is_biased(run: Run) -> bool:
+    return run.model.add_bias_linear
+
+
+LINEAR = ModelPart({**WEIGHT, "bias": _is_biased})
 
 EMBEDDING = ModelPart(
     alias="embedding",
@@ -172,7 +178,9 @@ ATTENTION = ModelPart(
             NORM, when=lambda run: run.model.qk_layernorm and (_has_query_latent(run) or not _is_latent(run))
         ),
         "k_layernorm": replace(NORM, when=lambda run: run.model.qk_layernorm and not _is_latent(run)),
-        "core_attention": ModelPart(alias="softmax"),
+        "core_attention": ModelPart(
+            {"softmax_offset": lambda run: run.model.softmax_type == "learnable"}, alias="softmax"
+        ),
         "linear_proj": LINEAR,
     },
 )
@@ -210,7 +218,7 @@ _BIAS = TensorClass(
 )
 
 TOP_K_ROUTER = ModelPart(
-    WEIGHT,
+    {**WEIGHT, "bias": _is_biased},
     alias="router",
     tensors=(
         _weights("router weight", computed=ROUTER, accumulated=ROUTER),
@@ -231,7 +239,7 @@ TOP_K_ROUTER = ModelPart(
 
 
 EXPERTS = ModelPart(
-    {"weight1": _always, "weight2": _always},
+    {"weight1": _always, "weight2": _always, "bias1": _is_biased, "bias2": _is_biased},
     alias="experts",
     fp8="experts",
     tensors=(

@@ -102,7 +102,10 @@ def parameter_shards(chunk: torch.nn.Module) -> list[tuple[ParameterShard, torch
             if not isinstance(experts, GroupedExperts):
                 raise TypeError(f"{name} of {type(experts).__name__}: cuts are known of GroupedExperts only")
             groups, full_name = experts.groups, global_name(model, name)
-            cuts = (Cut(0, groups.ep_rank, groups.ep_size, 1), Cut(2, groups.etp_rank, groups.etp_size, 1))
+            cuts = (
+                Cut(0, groups.ep_rank, groups.ep_size, 1),
+                Cut(parameter.partition_dim, groups.etp_rank, groups.etp_size, 1),
+            )
         found.append((ParameterShard(full_name, cuts), parameter))
     return found
 

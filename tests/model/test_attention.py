@@ -23,7 +23,8 @@ WIDTHS = {
 
 def core_attention(scale=None, kind=SDPACoreAttention, mask=AttnMaskType.causal, pg_collection=None, **config):
     ranks = 1 if pg_collection is None else pg_collection.cp.size()
-    config = {"context_parallel_size": ranks, "attention_dropout": 0.0, "sequence_parallel": False, **config}
+    plain = {"softmax_type": "vanilla", "window_size": None, "attention_dropout": 0.0, "sequence_parallel": False}
+    config = {"context_parallel_size": ranks, **plain, **config}
     return kind(SimpleNamespace(**config), 1, mask, softmax_scale=scale, pg_collection=pg_collection)
 
 
