@@ -77,9 +77,17 @@ def transformer_config(run: Run) -> TransformerConfig:
         fields["overlap_moe_expert_parallel_comm"] = True
         fields["moe_token_dispatcher_type"] = moe.moe_token_dispatcher_type
         fields["moe_flex_dispatcher_backend"] = moe.moe_flex_dispatcher_backend
-    if not model.multi_latent_attention:
-        return TransformerConfig(**fields)
-    return MLATransformerConfig(**fields, **{name: getattr(model, name) for name in _LATENT})
+    # The engine refuses biases with split experts for its own experts' sake.
+    split = {} if moe.num_experts is None else {"expert_tensor_parallel_size": fields["expert_tensor_parallel_size"]}
+    if split and model.add_bias_linear:
+        fields["expert_tensor_parallel_size"] = 1
+    if model.multi_latent_attention:
+        config = MLATransformerConfig(**fields, **{name: getattr(model, name) for name in _LATENT})
+    else:
+        config = TransformerConfig(**fields)
+    for name, value in split.items():
+        setattr(config, name, value)
+    return config
 
 
 def _sizes(run: Run) -> dict[str, Any]:

@@ -158,6 +158,11 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         logits = gate_product(hidden, self.weight, self.options.router_dtype, fused)
         return logits if self.bias is None else logits + self.bias.to(logits.dtype)
 
+    def logits_in_fp64(self, hidden: Tensor) -> Tensor:
+        """Return the logits [T, E] of hidden [T, H] in fp64, by which `gate` is judged."""
+        bias = None if self.bias is None else self.bias.double()
+        return torch.nn.functional.linear(hidden.double(), self.weight.double(), bias)
+
     def choice(self) -> Choice:
         """Return what chooses experts, as a function even where a kernel does."""
         return self.choose or partial(chosen_experts, self.options, self.groups)

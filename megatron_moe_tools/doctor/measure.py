@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, default_collate
@@ -215,7 +214,7 @@ class RouterRecord(RoutingProbe):
     def see(self, router: TopKRouter, routed: RoutedTokens) -> None:
         """Measure one micro-batch."""
         options, decision, logits = router.options, routed.decision, routed.logits
-        exact = F.linear(routed.hidden.double(), router.weight.double())
+        exact = router.logits_in_fp64(routed.hidden)
         weights = weigh_experts(exact, scores_from_logits(exact, options), decision.expert_ids, options)
         if decision.kept is not None:
             if options.drop_policy == "probs" and not bool(decision.kept.all()):
