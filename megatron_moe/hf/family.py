@@ -17,7 +17,8 @@ class TensorNames:
     model: prefix of all tensors but the output layer. norms: before attention and before the MLP. head_norms: of
     queries and of keys. experts: prefix of an expert's matrices, {e} being its number. matrices: names of gate, up and
     down. router: the gate's weight. router_bias: its expert_bias. shared: prefix of the shared expert; its gate is
-    named `shared_gate`.
+    named `shared_gate`. fused: prefix of one tensor for the matrices of all experts of a layer, gpt-oss' gate_up_proj
+    and down_proj with their biases, in place of `experts`; None: each expert has its own.
     """
 
     model: str = "model."
@@ -29,6 +30,7 @@ class TensorNames:
     router_bias: str = "mlp.gate.e_score_correction_bias"
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate.weight"
+    fused: str | None = None
 
 
 DEEPSEEK = TensorNames()

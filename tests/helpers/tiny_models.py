@@ -85,6 +85,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "first_k_dense_replace": 1, "num_mtp_layers": 0,
         "rope_parameters": {**_MILLION, "partial_rotary_factor": 0.5},
     }),
+    # windows that are shorter than the tests' sequences, in layers of no period, and halves that the limit cuts off
+    "gpt-oss": ("GptOss", {
+        **_GROUPED_QUERY, "intermediate_size": 32, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
+        "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2],
+        "swiglu_limit": 0.7, "rms_norm_eps": 1e-5, "rope_parameters": _PLAIN,
+    }),
 }  # fmt: skip
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
 
@@ -127,8 +133,10 @@ def fill(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.copy_(1.0 + 0.25 * drawn(parameter))
-            elif name.endswith(".bias"):
+            elif name.endswith((".bias", "_bias")):
                 parameter.copy_(0.5 * drawn(parameter))
+            elif name.endswith(".sinks"):
+                parameter.copy_(2.0 * drawn(parameter))
             else:
                 parameter.copy_(drawn(parameter) * parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():

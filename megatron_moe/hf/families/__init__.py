@@ -13,6 +13,7 @@ _FILES = """
     mixtral
     qwen2_moe qwen3_moe
     glm4_moe
+    gpt_oss
 """.split()
 """In this order a model that was trained here is offered to them, and the first whose format describes it is taken."""
 FAMILIES: dict[str, Family] = {
@@ -33,7 +34,6 @@ for _reason, _kinds in {
     "it normalises queries and keys over all heads together, and the attention here over each head": (
         "olmoe flex_olmo minimax_m2"
     ),
-    "its attention has sinks and its experts have biases and a clamped activation": "gpt_oss",
     "most of its attention is a gated delta rule": "qwen3_next qwen3_5_moe",
     "most of its attention is a linear attention": "kimi_linear minimax",
     "its experts weigh their input, and its attention is cut into chunks": "llama4 llama4_text",
