@@ -24,6 +24,19 @@ NO_LOSSES = frozenset(("none", "sinkhorn", QUANTILE))
 """What balances without an auxiliary loss, or not at all."""
 LATENT, EXPANDED = EXCHANGES = ("latent", "expanded")
 """What context-parallel ranks exchange of latent attention: latents, or the keys and values that are made of them."""
+ROPE_SETTINGS = {
+    "yarn": (
+        *("rotary_scaling_factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *("yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
+    ),
+    "linear": ("rotary_scaling_factor",),
+    "llama3": ("rotary_scaling_factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "longrope": (
+        *("rotary_scaling_factor", "original_max_position_embeddings", "attention_factor"),
+        *("short_factor", "long_factor"),
+    ),
+}
+"""Kinds of stretched rotary frequencies -> the settings that each reads."""
 MOST_FLOPS_PER_BYTE = 1000
 """FLOPs worth computing to send a byte less: 0.4 x 989 TFLOP/s of an H100 over its 300 GB/s of NVLink is 1,300."""
 
@@ -53,16 +66,37 @@ class ModelConfig:
     rotary_base: float = setting(10000.0, "base of the rotary frequencies", within=Range(above=1))
     rotary_percent: float = setting(1.0, "share of a head's width that is rotated", within=Range(above=0, high=1))
     rotary_interleaved: bool = setting(False, "rotate neighbouring pairs instead of halves (grouped-query attention)")
-    rope_type: str = setting("rope", "rotary embedding of latent attention", choices=("rope", "yarn"))
-    rotary_scaling_factor: float = setting(1.0, "yarn: context extension factor", within=Range(low=1))
+    rope_type: str = setting(
+        "rope",
+        "how rotary frequencies are stretched for a longer context; latent attention: rope or yarn",
+        choices=("rope", *ROPE_SETTINGS),
+    )
+    rotary_scaling_factor: float = setting(
+        1.0, "yarn, linear, llama3, longrope: context extension factor", within=Range(low=1)
+    )
     original_max_position_embeddings: int = setting(
-        4096, "yarn: context length before extension", within=POSITIVE_COUNT
+        4096, "yarn, llama3, longrope: context length before extension", within=Range(low=2)
+    )
+    attention_factor: float | None = setting(
+        None, "yarn, longrope: amplitude of rotated queries and keys; default: by the factor", within=POSITIVE
     )
     beta_fast: float = setting(32.0, "yarn: rotations above which a frequency is kept", within=POSITIVE)
     beta_slow: float = setting(1.0, "yarn: rotations below which a frequency is interpolated", within=POSITIVE)
+    yarn_correction_range_round_to_int: bool = setting(True, "yarn: the ramp begins and ends at whole pairs")
     mscale: float = setting(1.0, "yarn: scale of the rotary amplitude", within=POSITIVE)
-    mscale_all_dim: float = setting(0.0, "yarn: scale of the attention logits; 0 switches it off", within=NOT_NEGATIVE)
-    use_rope_scaling: bool = setting(False, "Llama 3's scaling of the rotary frequencies; not here")
+    mscale_all_dim: float = setting(
+        0.0,
+        "yarn: divides the amplitude; latent attention: scale of the logits; 0 switches it off",
+        within=NOT_NEGATIVE,
+    )
+    low_freq_factor: float = setting(1.0, "llama3: rotations below which a frequency is divided", within=POSITIVE)
+    high_freq_factor: float = setting(4.0, "llama3: rotations above which a frequency is kept", within=POSITIVE)
+    short_factor: tuple[float, ...] | None = setting(
+        None, "longrope: divisor of each pair's frequency, up to the original length", within=POSITIVE
+    )
+    long_factor: tuple[float, ...] | None = setting(
+        None, "longrope: the same for a longer --seq-length", within=POSITIVE
+    )
     normalization: str = setting("RMSNorm", "normalisation", choices=("RMSNorm",))
     norm_epsilon: float = setting(1e-6, "epsilon of the normalisation", within=POSITIVE)
     swiglu: bool = setting(True, "gated SiLU in every MLP and expert")

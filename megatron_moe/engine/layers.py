@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,

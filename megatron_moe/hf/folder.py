@@ -70,8 +70,8 @@ class HFFolder:
     Attributes:
         path: the folder.
         config: the content of config.json.
-        tensors: the stored tensors by name, including scales. A weight in MXFP4, which is stored as NAME_blocks, has the
-            name and the shape that it is computed with.
+        tensors: the stored tensors by name, including scales. A weight in MXFP4, which is stored as NAME_blocks, has
+            the name and the shape that it is computed with.
         companions: files to copy along, by plain name.
         notes: what a user should know although it is not an error.
         scales: weight stored in fp8 or MXFP4 -> the tensor with its blocks' scales.

@@ -27,7 +27,7 @@ the upper ones. A scale is a power of two, its exponent plus 127."""
 
 
 class TensorReader:
-    """A reader of a folder's tensors by name. Weights in fp8 and MXFP4 are dequantised; their scales have no names here.
+    """A reader of a folder's tensors by name. Weights in fp8 and MXFP4 are dequantised; scales have no names here.
 
     Files are read, not mapped: the memory in use is that of the returned tensors. A reader is not thread-safe. It is a
     context manager; `close` ends it.

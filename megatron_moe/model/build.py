@@ -52,6 +52,7 @@ from megatron_moe.model.mla import LatentAttention, MLASubmodules, ReplicatedLin
 from megatron_moe.model.mtp import MTPLayer, MultiTokenPrediction, PredictionParts, without_second_table
 from megatron_moe.model.norm import RMSNorm, fp32_bias_dropout_add
 from megatron_moe.model.overlap import ChunkPlan
+from megatron_moe.model.rotary import Angles
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.grouped_gemm_fp8 import (
     Fp8Product,
@@ -298,7 +299,7 @@ def layer_spec(
     if config.multi_latent_attention:
         attention = LatentAttention
         submodules = MLASubmodules(chosen.column_linear, chosen.row_linear, head_norm, core)
-        params |= {"recomputed": settings.recomputed, "rotary": settings.rotary}
+        params |= {"recomputed": settings.recomputed, "rotation": settings.rotation}
         params["gathers_latents"] = settings.gathers_latents
     if moe:
         if settings.moe is not None and settings.moe.backend == "te":  # the layer's own error gets the engine's words
@@ -550,6 +551,9 @@ def _chunk(
     chunk.moe_options = settings.moe
     chunk.routers_know_documents = run.derived.routers_know_documents
     chunk.rotates_by_position = run.data.reset_attention_mask
+    if settings.rotation is not None and not config.multi_latent_attention:
+        chunk.rotary_pos_emb = with_class(Angles, chunk.rotary_pos_emb)
+        chunk.rotary_pos_emb.rotation = settings.rotation
     without_second_table(chunk)
     if run.training.recompute_method == "block":
         pass_on_padding_mask(chunk.decoder)

@@ -7,6 +7,7 @@ on.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,13 +24,24 @@ from megatron_moe.config.model_flags import LATENT
 from megatron_moe.config.pipeline_layout import LETTERS
 from megatron_moe.config.schema import Run
 from megatron_moe.model.norm import residual_dtype
+from megatron_moe.model.rotary import Rotation
 from megatron_moe.moe.options import MoEOptions
 
 # Of latent attention, in the engine's configuration under the same names as in ours.
-_LATENT = (
-    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent".split()
-)
-_LATENT += "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim".split()
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+@dataclass
+class AttentionConfig(TransformerConfig):
+    """The engine's configuration with the fields in which its attention looks for the amplitude of the rotation.
+
+    No release of the engine declares them. It multiplies cosines and sines, in fp32, by
+    0.1 x yarn_mscale x log(yarn_rotary_scaling_factor) + 1, which is yarn_mscale + 1.
+    """
+
+    yarn_rotary_scaling_factor: float = math.exp(10)
+    yarn_mscale: float = 0.0
+    yarn_mscale_all_dim: float = 0.0
 
 
 def params_dtype(run: Run) -> torch.dtype:
@@ -84,7 +96,8 @@ def transformer_config(run: Run) -> TransformerConfig:
     if model.multi_latent_attention:
         config = MLATransformerConfig(**fields, **{name: getattr(model, name) for name in _LATENT})
     else:
-        config = TransformerConfig(**fields)
+        rotation = Rotation.from_run(run)
+        config = AttentionConfig(**fields, yarn_mscale=0.0 if rotation is None else rotation.amplitude - 1)
     for name, value in split.items():
         setattr(config, name, value)
     return config
@@ -239,25 +252,24 @@ def optimizer_config(run: Run) -> OptimizerConfig:
 class LayerSettings:
     """The options of our own modules in a layer, which the engine's configuration does not have.
 
-    moe: options of the MoE layers; None for a dense model. recomputed: see `derived.recomputed_modules`. rotary:
-    whether attention rotates queries and keys. gathers_latents: whether latent attention gathers its latents over CP
+    moe: options of the MoE layers; None for a dense model. recomputed: see `derived.recomputed_modules`. rotation: of
+    queries and keys; None without positions. gathers_latents: whether latent attention gathers its latents over CP
     ranks. bf16_layers: the layers of the decoder whose experts are not in FP8.
     """
 
     moe: MoEOptions | None
     recomputed: tuple[str, ...]
-    rotary: bool
+    rotation: Rotation | None
     gathers_latents: bool = False
     bf16_layers: tuple[int, ...] = ()
 
     @classmethod
     def from_run(cls, run: Run) -> LayerSettings:
         """Read the settings from a run that has passed `config.rules.check`."""
-        rotary = run.model.position_embedding_type == "rope"
         return cls(
             moe=MoEOptions.from_run(run),
             recomputed=run.derived.recomputed_modules,
-            rotary=rotary,
+            rotation=Rotation.from_run(run),
             gathers_latents=run.derived.mla_cp_exchange == LATENT,
             bf16_layers=run.derived.bf16_layers,
         )

@@ -134,15 +134,6 @@ class EngineConfig(Protocol):
     qk_head_dim: int
     qk_pos_emb_head_dim: int
     v_head_dim: int
-    rope_type: str
-    rotary_base: float
-    rotary_percent: float
-    rotary_scaling_factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
     # mixture of experts
     num_moe_experts: int
     moe_ffn_hidden_size: int | None

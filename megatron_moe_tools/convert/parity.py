@@ -330,7 +330,7 @@ def compare_with(
             f"logits are the same for all tokens ({float(rows[0, 0]):.4g}): the weights that make them are damaged or "
             f"were never trained, and equal logits show nothing; {ALLOW} passes that"
         )
-    failures += _other_constants(found, reference)
+    failures += _other_constants(found, reference, tokens.shape[1])
     whole, not_covered = found.source.run.model, []
     if whole.mtp_num_layers:
         not_covered.append(f"multi-token prediction, {whole.mtp_num_layers} layers: transformers has none")
@@ -357,8 +357,11 @@ def compare_with(
     )
 
 
-def _other_constants(found: LoadedCheckpoint, theirs: ReferenceResult) -> Iterator[str]:
-    """Yield the differences between two models' numbers that are no weights; depths of prediction are ours alone."""
+def _other_constants(found: LoadedCheckpoint, theirs: ReferenceResult, length: int) -> Iterator[str]:
+    """Yield the differences between two models' numbers that are no weights; depths of prediction are ours alone.
+
+    length: of the sequences that transformers' model was run on.
+    """
     chunk, epsilons = found.chunk, {}
     for piece in found.mapping.pieces:
         epsilon = getattr(chunk.get_submodule(piece.key.rpartition(".")[0]), "eps", None)
@@ -369,15 +372,13 @@ def _other_constants(found: LoadedCheckpoint, theirs: ReferenceResult) -> Iterat
         here, there = epsilons.get(wrong[0]), theirs.epsilons.get(wrong[0])
         yield f"epsilon of {len(wrong)} norms: {wrong[0]}: {here} here, {there} there"
     latent = next((module for module in chunk.modules() if isinstance(module, LatentAttention)), None)
-    ours, amplitude, wanted = None, 1.0, theirs.frequencies
-    if latent is not None and latent.rotary is not None:
-        ours, amplitude = latent.rotary.frequencies.cpu(), latent.rotary.amplitude
-    elif latent is None and (rotary := getattr(chunk, "rotary_pos_emb", None)) is not None:
-        ours = rotary.inv_freq.detach().float().cpu()
-    if ours is None or wanted is None:
-        if ours is not wanted:
+    rotary = getattr(chunk, "rotary_pos_emb", None) if latent is None else latent.rotary
+    wanted = theirs.frequencies
+    if rotary is None or wanted is None:
+        if rotary is not wanted:
             yield "rotary frequencies: on one side only"
         return
+    ours, amplitude = rotary.rotation.frequencies(length), rotary.rotation.amplitude
     if ours.shape != wanted.shape:
         yield f"rotary frequencies: {len(ours)} pairs here, {len(wanted)} there"
     elif not torch.allclose(ours, wanted, rtol=FREQUENCY_TOLERANCE, atol=0.0):

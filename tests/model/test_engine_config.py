@@ -16,10 +16,18 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_moe import platform
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.model_flags import ModelConfig
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace, sections
 from megatron_moe.model import engine_config
-from megatron_moe.model.engine_config import LayerSettings, ddp_config, optimizer_config, transformer_config
+from megatron_moe.model.engine_config import (
+    AttentionConfig,
+    LayerSettings,
+    ddp_config,
+    optimizer_config,
+    transformer_config,
+)
+from megatron_moe.model.rotary import Rotation
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe_tools.plan.tracing import trace_ranks
 from tests.helpers.rows import rows
@@ -46,6 +54,13 @@ def same(others: dict[str, Any], **fields: Any) -> dict[str, Row]:
 def without(prefix: str, others: dict[str, Any], **fields: Any) -> dict[str, Row]:
     """Rows of fields that our options have under the same names without a prefix."""
     return {name: (value, others, {name.removeprefix(prefix): value}) for name, value in fields.items()}
+
+
+def rotated(**fields: Any) -> dict[str, Row]:
+    """Rows of fields that say how heads of 64 channels are rotated."""
+    return {
+        name: (value, {}, {"rotation": Rotation(ModelConfig(**{name: value}), 64)}) for name, value in fields.items()
+    }
 
 
 def library(name: str, num_sms: int | None) -> dict[str, Any]:
@@ -92,8 +107,6 @@ CONFIG: dict[str, Row] = {
     **same({}, calculate_per_token_loss=True, recompute_granularity="selective"),
     **same({"group_query_attention": True}, num_query_groups=1),
     **same(MLA, q_lora_rank=24, kv_lora_rank=24, qk_head_dim=24, qk_pos_emb_head_dim=24, v_head_dim=24),
-    **same(MLA, rope_type="yarn", rotary_base=5.0, rotary_percent=0.5, rotary_scaling_factor=4.0),
-    **same(MLA, original_max_position_embeddings=64, beta_fast=8.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.7),
     **same({"mtp_num_layers": 1}, mtp_loss_scaling_factor=0.3),
     **same(TP2, sequence_parallel=True, expert_tensor_parallel_size=1),
     **same(EXPERTS, expert_model_parallel_size=2, moe_ffn_hidden_size=48),
@@ -159,8 +172,14 @@ MOE = {
     ),
 }
 # And for what else our modules are told, LayerSettings.
-LAYER = {
-    "position_embedding_type": ("none", {}, {"rotary": False}),
+LAYER: dict[str, Row] = {
+    "position_embedding_type": ("none", {}, {"rotation": None}),
+    "qk_pos_emb_head_dim": (24, MLA, {"rotation": Rotation(replace(Run(), **MLA, qk_pos_emb_head_dim=24).model, 24)}),
+    "rotary_percent": (0.5, {}, {"rotation": Rotation(ModelConfig(rotary_percent=0.5), 32)}),
+    **rotated(rotary_base=5.0, rope_type="yarn", rotary_scaling_factor=4.0, original_max_position_embeddings=64),
+    **rotated(beta_fast=8.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.7, attention_factor=1.5),
+    **rotated(yarn_correction_range_round_to_int=False, low_freq_factor=0.5, high_freq_factor=8.0),
+    **rotated(short_factor=(1.0,), long_factor=(2.0,)),
     "mla_cp_exchange": ("expanded", {**MLA, "context_parallel_size": 2}, {"gathers_latents": False}),
     "first_last_layers_bf16": (True, {}, {"bf16_layers": (0, 3)}),
     "num_layers_at_start_in_bf16": (2, {"first_last_layers_bf16": True}, {"bf16_layers": (0, 1, 3)}),
@@ -205,6 +224,7 @@ def test_every_field_that_is_read_to_build_a_model_has_a_row_here():
     for file, tables in {
         "model/engine_config.py": (CONFIG, DDP, OPTIMIZER, OVERLAP, LAYER),
         "moe/options.py": (MOE,),
+        "model/rotary.py": (LAYER, CONFIG),
     }.items():
         nodes = [node for node in ast.walk(ast.parse((package / file).read_text())) if isinstance(node, ast.Attribute)]
         # `run.optimizer` is a section, `run.optimizer.optimizer` a field of it
@@ -234,7 +254,7 @@ def test_the_engine_is_given_no_setting_of_our_router():
     given = {"moe_layer_freq", "moe_ffn_hidden_size", "moe_router_dtype"}
     names = {field.name for field in dataclasses.fields(stock) if field.name.startswith("moe_")}
     assert {name for name in names if getattr(config, name) != getattr(stock, name)} == given
-    assert {type(config), type(transformer_config(replace(Run(), **MLA)))} == {TransformerConfig, MLATransformerConfig}
+    assert {type(config), type(transformer_config(replace(Run(), **MLA)))} == {AttentionConfig, MLATransformerConfig}
 
 
 def test_every_option_of_a_moe_layer_has_a_row_here():

@@ -33,6 +33,13 @@ YARN = {
     "mscale": 0.707,
     "mscale_all_dim": 1.0,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rotary_scaling_factor": 3.0,
+    "original_max_position_embeddings": 11,
+    "short_factor": (1.0, 1.5, 2.0, 2.5),
+    "long_factor": (1.0, 3.0, 6.0, 9.0),
+}
 CASES = {
     "latent attention": {},
     "latent, no query latent": {"q_lora_rank": None},
@@ -42,6 +49,9 @@ CASES = {
     "latent, more predictions": {"mtp_num_layers": 1},
     "grouped-query": GROUPED,
     "grouped-query, part rotated, norms, bias": {**GROUPED, **MORE},
+    "grouped-query, yarn": {**GROUPED, **YARN, "attention_factor": 1.5},
+    # From the twelfth token on, all are rotated at the frequencies of long sequences
+    "grouped-query, longrope": {**GROUPED, **LONGROPE},
     "grouped-query, no positions": {**GROUPED, "position_embedding_type": "none"},
 }
 IMPLIED = ("latent attention", "grouped-query")
@@ -75,7 +85,9 @@ def one_by_one(model, ids, prompt):
 
 
 def whole(model, ids, prompt):
-    return torch.stack([next_token_logits([model], ids, at) for at in range(prompt - 1, LENGTH)])[..., :VOCAB]
+    return torch.stack([next_token_logits([model], ids[:, : at + 1], at) for at in range(prompt - 1, LENGTH)])[
+        ..., :VOCAB
+    ]
 
 
 @pytest.mark.parametrize("case", rows(CASES, test=[case for case in CASES if case not in IMPLIED]))

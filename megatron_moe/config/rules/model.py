@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_moe.config import schema
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.model_flags import NO_LOSSES, QUANTILE
+from megatron_moe.config.model_flags import NO_LOSSES, QUANTILE, ROPE_SETTINGS
 from megatron_moe.config.rules.rule import (
     Refusal,
     divisors,
@@ -19,6 +19,7 @@ from megatron_moe.config.rules.rule import (
     set_among,
     stage_flags,
     unread,
+    value,
 )
 from megatron_moe.config.schema import Run
 
@@ -35,11 +36,10 @@ refuse(
     when=lambda run: run.model.group_query_attention and run.model.num_query_groups is None,
 )
 unread(
-    ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
+    ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     "multi_latent_attention",
     "only latent attention reads these; add --multi-latent-attention or drop them",
     in_megatron=True,
-    refused_there=("rope_type",),
 )
 
 
@@ -86,21 +86,58 @@ refuse(
     lambda run: f"the heads must divide by the groups; use groups out of {divisors(run.model.num_attention_heads)}",
     when=lambda run: run.model.num_attention_heads % run.derived.num_query_groups,
 )
-YARN_FIELDS = (
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
+refuse(
+    "stretched_frequencies_are_rotary",
+    ("rope_type", "position_embedding_type"),
+    "without rotary positions there are no frequencies to stretch; drop one of them",
+    when=lambda run: run.model.rope_type != "rope" and run.model.position_embedding_type != "rope",
 )
-unread(YARN_FIELDS, "rope_type", "only yarn reads these; use --rope-type yarn or drop them", at="yarn")
-refuse(  # latent attention does not read it in Megatron-LM
-    "rotary_frequencies_are_not_scaled",
-    ("use_rope_scaling",),
-    "frequencies are not scaled; drop it where the sequence is not longer than the model was made for",
-    when=lambda run: run.model.use_rope_scaling,
+refuse(
+    "latent_attention_is_stretched_by_yarn",
+    ("rope_type", "multi_latent_attention"),
+    "no model with latent attention has this kind to compare with; use --rope-type yarn",
+    when=lambda run: run.model.multi_latent_attention and run.model.rope_type not in ("rope", "yarn"),
 )
+
+
+@rule()
+def rope_settings_are_read(run: Run) -> None:
+    """Refuse settings of another kind of rotary embedding."""
+    read = ROPE_SETTINGS.get(run.model.rope_type, ())
+    for kind, names in ROPE_SETTINGS.items():
+        stray = [name for name in set_among(run, names) if name not in read]
+        if stray:
+            raise Refusal((*stray, "rope_type"), f"is not read; use --rope-type {kind} or drop it")
+
+
+refuse(
+    "a_factor_stretches",
+    ("rope_type", "rotary_scaling_factor"),
+    "a factor of 1 changes nothing; say how many times as long the context is, e.g. --rotary-scaling-factor 8",
+    when=lambda run: run.model.rope_type in ("linear", "llama3") and run.model.rotary_scaling_factor == 1,
+)
+refuse(
+    "llama3_factors_are_ordered",
+    ("low_freq_factor", "high_freq_factor"),
+    "the first must be below the second; e.g. 1 and 4",
+    when=lambda run: run.model.rope_type == "llama3" and run.model.low_freq_factor >= run.model.high_freq_factor,
+)
+
+
+@rule()
+def longrope_has_a_factor_for_each_pair(run: Run) -> None:
+    """Require LongRoPE's two lists to be as long as half of the rotated width."""
+    m = run.model
+    if m.rope_type != "longrope":
+        return
+    pairs = int(run.derived.head_size * m.rotary_percent) // 2
+    for name in ("short_factor", "long_factor"):
+        if len(value(run, name) or ()) != pairs:
+            raise Refusal(
+                (name,), f"LongRoPE has a divisor for each of the {pairs} rotated pairs of a head: give {pairs}"
+            )
+
+
 # Frequencies are kept above beta-fast rotations and interpolated below beta-slow, with a ramp between them, which is a
 # step where both are equal (Kimi-K2).
 refuse(
