@@ -28,8 +28,8 @@ from typing import Any
 from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields, from_file
-from megatron_moe.config.rules import check_model
 from megatron_moe.config.model_flags import ROPE_SETTINGS
+from megatron_moe.config.rules import check_model
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.hf.transforms import Shape
 from megatron_moe_tools.compat import megatron_flags, megatron_settings
