@@ -20,14 +20,15 @@ from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
-from megatron_moe.config.model_flags import ModelConfig, MoEConfig
+from megatron_moe.config.model_flags import ROPE_SETTINGS, ModelConfig, MoEConfig
+from megatron_moe.config.rotary import ROTARY_FIELDS, amplitude, change
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys
 from megatron_moe.hf.families import FAMILIES, family_of
 from megatron_moe.hf.family import Family
 from megatron_moe.hf.folder import HFFolder, configuration_alone
 from megatron_moe.hf.mapping import Mapping, mapping, require_tensors
-from megatron_moe.hf.rope import amplitude
+from megatron_moe.hf.rope import rope_keys
 
 _BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 _OF_TRAINING = {
@@ -225,6 +226,21 @@ def with_positions(config: dict[str, Any], positions: int) -> tuple[dict[str, An
     return changed, notes
 
 
+def with_rotation(config: dict[str, Any], flat: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:
+    """Return a config.json with a run's rotary settings, if it was trained on with others, and notes for the user.
+
+    flat: the settings that the file is read as.
+    """
+    said = change(build(flat).model, run.model)
+    if said is None:
+        return config, []
+    spellings = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    others = {key: value for key, value in config.items() if key not in spellings}
+    inside = [config.get(key) or {} for key in spellings[1:3]]
+    partly = any("partial_rotary_factor" in keys for keys in (config, *inside))
+    return {**others, **rope_keys(run, partly)}, [f"config.json: {said}"]
+
+
 def differences(run: Run, flat: dict[str, Any]) -> list[str]:
     """Return the settings in which a run's architecture differs from another's, as `--flag: run's, other's`.
 
@@ -256,7 +272,10 @@ def _meaning(run: Run) -> dict[str, Any]:
         "swiglu": run.derived.gated,
         "add_qkv_bias": run.model.add_qkv_bias or run.model.add_bias_linear,
         "rotary_interleaved": run.model.rotary_interleaved and not latent,
-        "mscale": round(amplitude(run), 12),
+        # of the amplitude, and of latent attention's logits
+        "mscale": None,
+        "mscale_all_dim": run.model.mscale_all_dim if latent else None,
+        "attention_factor": round(amplitude(run.model), 12),
         "moe_layer_freq": pattern,
         "moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size,
         "moe_router_norm_topk_prob": normed,
@@ -365,8 +384,32 @@ def settings_of(folder: HFFolder, where: str) -> FolderSettings:
     return settings(folder.config, has_prediction_layers=extra, where=where)
 
 
+def _rotation(given: dict[str, Any], folders: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings in place of a folder's, where --rope-type is given with others, and the context.
+
+    What is not given stays as it is there; of another kind it has the defaults, and the folder's context before
+    extension. `change` says at the start of the run what it comes to.
+    """
+    kind = given.get("rope_type")
+    if kind is None:
+        return {}
+    found = {name: given.get(name, folders[name]) for name in ROTARY_FIELDS}
+    if kind != folders["rope_type"]:
+        fields, original = all_fields(), "original_max_position_embeddings"
+        found = {name: given.get(name, fields[name].default) for name in ROTARY_FIELDS}
+        found["rotary_base"] = given.get("rotary_base", folders["rotary_base"])
+        if original in ROPE_SETTINGS.get(kind, ()):
+            found[original] = given.get(original, folders["max_position_embeddings"])
+    if all(found[name] == folders[name] for name in ROTARY_FIELDS):
+        return {}
+    length = max(folders["max_position_embeddings"], given.get("seq_length") or 1)
+    if kind == "yarn":
+        length = max(length, round(found["original_max_position_embeddings"] * found["rotary_scaling_factor"]))
+    return {**found, "max_position_embeddings": length}
+
+
 def _merged(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[str, Any]:
-    fields = all_fields()
+    fields, folders = all_fields(), {**folders, **_rotation(given, folders)}
     complete = {name: folders[name] for name in architecture_keys() if name in folders}
     theirs = build(complete)
     wrong = []
@@ -385,6 +428,7 @@ def _merged(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[
         raise ConfigError(
             f"{', '.join(shown)}{more}: contradicts {where}; leave it out of flags, --config and --preset: the "
             "architecture comes from there"
+            + ("; --rope-type beside it trains on with other rotary settings" if wrong[0] in ROTARY_FIELDS else "")
         )
     return {**folders, **given, **complete}
 
@@ -444,4 +488,6 @@ def plan_import(run: Run) -> Import:
     table = mapping(run, architecture.family.names)
     copies, dropped = require_tensors(table, folder.shapes(), where)
     notes = [*folder.notes, *architecture.notes, *_training_notes(folder.config, run)]
+    if stretched := change(build(architecture.flat).model, run.model):
+        notes.append(stretched)
     return Import(folder, architecture.family, table, copies, dropped, notes)

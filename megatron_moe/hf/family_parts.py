@@ -147,7 +147,7 @@ def latent_attention(keys: Keys) -> dict[str, Any]:
         raise keys.refusal("qk_rope_head_dim", "rotation takes pairs of channels; an even width works")
     keys.ignore("head_dim")  # transformers writes qk_rope_head_dim there and does not read it
     return {
-        **rope_settings(keys, rope),
+        **rope_settings(keys, rope, latent=True),
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "q_lora_rank": keys.integer("q_lora_rank", default=None),
@@ -185,12 +185,8 @@ def attention(keys: Keys, partly_rotated: bool = False) -> dict[str, Any]:
     size = keys.integer("head_dim", default=None)
     if size is None and hidden % heads:
         raise keys.refusal("head_dim", f"hidden_size {hidden} is no multiple of num_attention_heads {heads}; give it")
-    flat = rope_settings(keys, partly_rotated=partly_rotated)
-    width = hidden // heads if size is None else size
-    if int(width * flat["rotary_percent"]) % 2 or not int(width * flat["rotary_percent"]):
-        raise keys.refusal("head_dim", f"of {width} channels {flat['rotary_percent']} are rotated, which is no pair")
     return {
-        **flat,
+        **rope_settings(keys, hidden // heads if size is None else size, partly_rotated=partly_rotated),
         "group_query_attention": True,
         "num_query_groups": groups,
         "kv_channels": None if size is None or size * heads == hidden else size,

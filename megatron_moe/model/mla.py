@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
+from megatron_moe.config.rotary import yarn_magnitude
 from megatron_moe.engine.layers import AttnMaskType, MegatronModule, checkpoint
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.model.attention import WHOLE
-from megatron_moe.model.rotary import Rotation, yarn_magnitude
+from megatron_moe.model.rotary import Rotation
 from megatron_moe.moe.experts import without_output
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
 from megatron_moe.parallel.sequence import (

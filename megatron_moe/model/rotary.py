@@ -15,13 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.model_flags import ModelConfig
+from megatron_moe.config.rotary import amplitude
 from megatron_moe.config.schema import Run
 from megatron_moe.engine.layers import RotaryEmbedding
-
-
-def yarn_magnitude(factor: float, mscale: float) -> float:
-    """Return yarn's growth of the attention logits for a context `factor` times as long; 1 for factor <= 1."""
-    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True)
@@ -62,14 +58,7 @@ class Rotation:
     @property
     def amplitude(self) -> float:
         """The factor of the cosines and sines of the rotation."""
-        model, factor = self.model, self.model.rotary_scaling_factor
-        if model.attention_factor is not None:
-            return model.attention_factor
-        if model.rope_type == "yarn":
-            return yarn_magnitude(factor, model.mscale) / yarn_magnitude(factor, model.mscale_all_dim)
-        if model.rope_type == "longrope":
-            return math.sqrt(1 + math.log(factor) / math.log(model.original_max_position_embeddings))
-        return 1.0
+        return amplitude(self.model)
 
     def _yarn_ramp(self) -> Tensor:
         """Return how far each pair is on the way from fast frequencies, 0, to slow ones, 1."""

@@ -143,6 +143,8 @@ def translate(argv: Sequence[str], own: Collection[str]) -> Translation:
             found.problems.append(f"{typed}: {row.reason}")
         elif (row.takes == "+" and not given) or (row.takes.isdigit() and int(row.takes) != len(given)):
             found.problems.append(f"{typed}: takes {row.takes} values, and {len(given)} follow it")
+        elif row.flag in _READS and "--multi-latent-attention" in typed_values:
+            ignored.setdefault("latent attention reads --rope-type in its place", []).append(typed)
         elif row.answer == "alias":
             if row.flag in _READS:
                 other, default = _READS[row.flag]

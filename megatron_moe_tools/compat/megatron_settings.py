@@ -259,11 +259,6 @@ _FINDERS: list[Find] = [
         "left out, FP8 products find the gradients of rows and weights together; the numbers are the same",
     ),
     _leaves_out(
-        ["rope_type", *ROPE_SETTINGS["llama3"]],
-        lambda run: run.model.multi_latent_attention and run.model.rope_type == "llama3",
-        "left out, latent attention does not read --use-rope-scaling; its positions are scaled by --rope-type yarn",
-    ),
-    _leaves_out(
         TIKTOKEN_FIELDS,
         lambda run: run.data.tokenizer_type != "TikTokenizer",
         "left out, TikTokenizer alone reads it",
@@ -315,7 +310,8 @@ def yarn_of_latent_attention(run: Run, given: Given) -> Change | None:
     At factor 1 yarn is the plain rotation, whatever its other settings say.
     """
     read = ROPE_SETTINGS.get(run.model.rope_type, ())
-    names = [name for name in set_among(run, ROPE_SETTINGS["yarn"]) if name not in read]
+    there = (name for name in ROPE_SETTINGS["yarn"] if name != "attention_factor")
+    names = [name for name in set_among(run, there) if name not in read]
     if not names:
         return None
     if given.get("rope_type") is not None:

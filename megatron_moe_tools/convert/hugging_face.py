@@ -20,7 +20,7 @@ from megatron_moe.config.schema import build, flatten, replace
 from megatron_moe.data.hugging_face_folder import SETTINGS
 from megatron_moe.data.transformers_files import json_bytes
 from megatron_moe.hf import folder as hf_folder
-from megatron_moe.hf.config import config_of, differences, settings, settings_of, with_positions
+from megatron_moe.hf.config import config_of, differences, settings, settings_of, with_positions, with_rotation
 from megatron_moe.hf.family import DEEPSEEK
 from megatron_moe.hf.folder import BLOCK, HFFolder
 from megatron_moe.hf.mapping import MappedBlock, mapping, require_tensors
@@ -336,14 +336,19 @@ class HuggingFaceSink(ConversionSink):
         data = read_small(path, hf_folder.LARGEST_CONFIG)
         config = parse_object(data, str(path))
         has_depths = self.run.model.mtp_num_layers is not None
-        if wrong := differences(self.run, settings(config, has_prediction_layers=has_depths, where=str(path)).flat):
+        before = settings(config, has_prediction_layers=has_depths, where=str(path)).flat
+        changed, rotated = with_rotation(config, before, self.run)
+        notes += rotated
+        if wrong := differences(
+            self.run, settings(changed, has_prediction_layers=has_depths, where=str(path)).flat if rotated else before
+        ):
             head = (
                 f"--load {self.source.path}: the run is no longer the model that its hf/config.json describes; "
                 f"--family {self.family.name} writes a new one:"
             )
             raise ConfigError(listing(head, wrong))
         # the context, dtype and layers of what is written
-        changed, said = with_positions(config, self.run.derived.max_position_embeddings)
+        changed, said = with_positions(changed, self.run.derived.max_position_embeddings)
         notes += said
         if changed.pop("quantization_config", None) is not None and self.packed is None:
             notes.append(f"quantization_config is left out of config.json: the weights are written in {dtype}")

@@ -227,13 +227,11 @@ _LLAMA3 = {
 _READ_BY: dict[str, Callable[[Run], bool]] = {
     "moe_": lambda run: run.moe.num_experts is not None,
     "moe_router_group_score": lambda run: False,  # Megatron-LM has no such argument, and one such score
-    **dict.fromkeys(_ROPE_NOT_THERE, lambda run: False),
     **dict.fromkeys(
         ("rope_type", "kv_lora_rank", "qk_head_dim", "qk_pos", "v_head"), lambda run: run.model.multi_latent_attention
     ),
-    **dict.fromkeys(
-        ROPE_SETTINGS["yarn"], lambda run: run.model.multi_latent_attention and run.model.rope_type == "yarn"
-    ),
+    **dict.fromkeys(ROPE_SETTINGS["yarn"], lambda run: run.model.rope_type == "yarn"),
+    **dict.fromkeys(_ROPE_NOT_THERE, lambda run: False),
 }
 """Beginnings of settings -> whether a model reads these."""
 

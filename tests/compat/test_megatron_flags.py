@@ -120,6 +120,8 @@ def test_llama3_scaling_reads_its_factor_from_another_flag(typed, factor):
     assert run == compat.parse(f"--preset tiny-gqa --save steps {ours}".split())
     (note,) = run.warnings
     assert note.startswith("--use-rope-scaling is --rope-type llama3")
+    latent = f"--multi-latent-attention --save steps --use-rope-scaling{typed}"
+    assert compat.parse(latent.split()) == compat.parse("--multi-latent-attention --save steps".split())
 
 
 def test_a_mistake_in_an_alias_names_what_was_typed():

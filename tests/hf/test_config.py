@@ -4,7 +4,6 @@ import copy
 import importlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from megatron_moe.hf import config as hf_config
 from megatron_moe.hf.config import family_of_run, filled_in
 from megatron_moe.hf.families import FAMILIES
 from megatron_moe.model import mla
+from megatron_moe.model.rotary import Rotation
 from megatron_moe_tools import compat
 from tests.config.refused import refused
 from tests.helpers import tiny_models
@@ -177,8 +177,8 @@ SCALES = [
     {"mscale": 0.707, "mscale_all_dim": 0},
     {"mscale_all_dim": 0.8},
     {"mscale": 0, "mscale_all_dim": 0.8},
-    {"attention_factor": 1.25},
-    {"attention_factor": 1.25, "mscale": 0.3, "mscale_all_dim": 0.8},
+    {"attention_factor": 0.5},
+    {"attention_factor": 1.25, "mscale": 0.3, "mscale_all_dim": 0.8, "truncate": False},
     {"factor": 1.0},
     {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     {"beta_fast": None, "beta_slow": None, "truncate": True},
@@ -188,9 +188,8 @@ SCALES = [
 
 def rotation(run: Run) -> tuple[torch.Tensor, float, float]:
     """Frequencies, amplitude of cosine and sine, and scale of the softmax, of our latent attention."""
-    config = SimpleNamespace(**{name: getattr(run.model, name) for name in run.model.__dataclass_fields__})
-    ours = mla.Rotary(config)
-    return ours.frequencies, ours.amplitude, mla.softmax_scale(config)
+    rotation = Rotation.from_run(run)
+    return rotation.frequencies(1), rotation.amplitude, mla.softmax_scale(run.model, rotation)
 
 
 @pytest.mark.parametrize(

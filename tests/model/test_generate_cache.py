@@ -36,7 +36,7 @@ YARN = {
 LONGROPE = {
     "rope_type": "longrope",
     "rotary_scaling_factor": 3.0,
-    "original_max_position_embeddings": 11,
+    "original_max_position_embeddings": 12,
     "short_factor": (1.0, 1.5, 2.0, 2.5),
     "long_factor": (1.0, 3.0, 6.0, 9.0),
 }
@@ -50,7 +50,7 @@ CASES = {
     "grouped-query": GROUPED,
     "grouped-query, part rotated, norms, bias": {**GROUPED, **MORE},
     "grouped-query, yarn": {**GROUPED, **YARN, "attention_factor": 1.5},
-    # From the twelfth token on, all are rotated at the frequencies of long sequences
+    # From the thirteenth token on, all are rotated at the frequencies of long sequences
     "grouped-query, longrope": {**GROUPED, **LONGROPE},
     "grouped-query, no positions": {**GROUPED, "position_embedding_type": "none"},
 }
@@ -85,9 +85,8 @@ def one_by_one(model, ids, prompt):
 
 
 def whole(model, ids, prompt):
-    return torch.stack([next_token_logits([model], ids[:, : at + 1], at) for at in range(prompt - 1, LENGTH)])[
-        ..., :VOCAB
-    ]
+    ends = [(at, at + 2 - at % 2) for at in range(prompt - 1, LENGTH)]  # passes of an even length
+    return torch.stack([next_token_logits([model], ids[:, :end], at) for at, end in ends])[..., :VOCAB]
 
 
 @pytest.mark.parametrize("case", rows(CASES, test=[case for case in CASES if case not in IMPLIED]))
