@@ -357,7 +357,7 @@ def _defaults_taken(run: Run, missing: list[str], where: str) -> list[str]:
     unread = tuple(prefix for prefix, is_read in _READ_BY.items() if not is_read(run))
     values, taken = flatten(run), []
     for name in missing:
-        if values[name] not in (None, False) and not name.startswith(unread):
+        if values[name] not in (None, False) and not name.startswith(unread) and name not in ELSEWHERE:
             taken.append(all_fields()[name].typed(values[name]))
     if not taken:
         return []

@@ -89,7 +89,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("GptOss", {
         **_GROUPED_QUERY, "intermediate_size": 32, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
         "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2],
-        "swiglu_limit": 0.7, "rms_norm_eps": 1e-5, "rope_parameters": _PLAIN,
+        "swiglu_limit": 0.7, "rms_norm_eps": 1e-5, "rope_parameters": {**YARN, "factor": 8.0, "truncate": False},
     }),
 }  # fmt: skip
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
