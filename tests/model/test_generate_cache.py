@@ -52,6 +52,10 @@ CASES = {
     "grouped-query, yarn": {**GROUPED, **YARN, "attention_factor": 1.5},
     # From the thirteenth token on, all are rotated at the frequencies of long sequences
     "grouped-query, longrope": {**GROUPED, **LONGROPE},
+    "grouped-query, sinks, windows": {
+        **GROUPED,
+        **{"softmax_type": "learnable", "window_size": "4,0", "window_attn_skip_freq": 2, "add_bias_linear": True},
+    },
     "grouped-query, no positions": {**GROUPED, "position_embedding_type": "none"},
 }
 IMPLIED = ("latent attention", "grouped-query")
