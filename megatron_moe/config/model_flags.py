@@ -100,8 +100,15 @@ class ModelConfig:
     normalization: str = setting("RMSNorm", "normalisation", choices=("RMSNorm",))
     norm_epsilon: float = setting(1e-6, "epsilon of the normalisation", within=POSITIVE)
     swiglu: bool = setting(True, "gated SiLU in every MLP and expert")
+    quick_geglu: bool = setting(False, "gate MLPs and experts by x sigmoid(1.702 x) in place of SiLU")
+    glu_linear_offset: float = setting(
+        0.0, "add this to the half of a gated layer that the gate multiplies", within=NOT_NEGATIVE
+    )
+    activation_func_clamp_value: float | None = setting(
+        None, "cut a gated layer's halves: both off above this, the gated one below its negative", within=POSITIVE
+    )
     add_bias_linear: bool = setting(
-        False, "biases in the linear layers (Megatron-LM: the opposite of --disable-bias-linear)"
+        False, "biases in linear layers, experts and router (Megatron-LM: the opposite of --disable-bias-linear)"
     )
     add_qkv_bias: bool = setting(False, "biases in the query, key and value projections only")
     qk_layernorm: bool = setting(False, "normalise queries and keys (latent attention: the two latent norms)")
@@ -122,6 +129,19 @@ class ModelConfig:
     qk_head_dim: int = setting(128, "MLA: width of a head's part without position", within=POSITIVE_COUNT)
     qk_pos_emb_head_dim: int = setting(64, "MLA: width of a head's rotary part", within=POSITIVE_COUNT)
     v_head_dim: int = setting(128, "MLA: width of a head's value", within=POSITIVE_COUNT)
+    softmax_type: str = setting(
+        "vanilla",
+        "attention's softmax: vanilla; learnable adds exp(a weight of the head, its sink) to the sum (gpt-oss); "
+        "off-by-one adds 1",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
+    window_size: str | None = setting(
+        None, "LEFT,0: a token sees itself and LEFT tokens before it; default: all tokens before it"
+    )
+    window_attn_skip_freq: int | str | None = setting(
+        None,
+        "layers without the window: N for every N-th, or a list expression with 1 for a window; default: none",
+    )
     attention_dropout: float = setting(0.0, "dropout on attention weights", within=PROBABILITY, resume="free")
     hidden_dropout: float = setting(0.0, "dropout on the residual branches", within=PROBABILITY, resume="free")
     init_method_std: float = setting(

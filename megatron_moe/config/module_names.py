@@ -133,7 +133,13 @@ NORM = ModelPart(
     emits=_norm_emits,
 )
 FINAL_NORM = replace(NORM, emits=lambda run, kept: OWN if "output_layer" in kept else _norm_emits(run, kept))
-LINEAR = ModelPart({**WEIGHT, "bias": lambda run: run.model.add_bias_linear})
+
+
+def _is_biased(run: Run) -> bool:
+    return run.model.add_bias_linear
+
+
+LINEAR = ModelPart({**WEIGHT, "bias": _is_biased})
 
 EMBEDDING = ModelPart(
     alias="embedding",
@@ -189,6 +195,7 @@ ATTENTION = ModelPart(
         "q_layernorm": replace(NORM, when=lambda run: _norms_heads(run, False) or _norms_query_latent(run)),
         "k_layernorm": replace(NORM, when=lambda run: _norms_heads(run, False)),
         "core_attention": ModelPart(
+            {"softmax_offset": lambda run: run.model.softmax_type == "learnable"},
             alias="softmax",
             parts={
                 "q_layernorm": replace(NORM, when=lambda run: _norms_heads(run, True)),
@@ -232,7 +239,7 @@ _BIAS = TensorClass(
 )
 
 TOP_K_ROUTER = ModelPart(
-    WEIGHT,
+    {**WEIGHT, "bias": _is_biased},
     alias="router",
     tensors=(
         _weights("router weight", computed=ROUTER, accumulated=ROUTER),
@@ -253,7 +260,7 @@ TOP_K_ROUTER = ModelPart(
 
 
 EXPERTS = ModelPart(
-    {"weight1": _always, "weight2": _always},
+    {"weight1": _always, "weight2": _always, "bias1": _is_biased, "bias2": _is_biased},
     alias="experts",
     fp8="experts",
     tensors=(

@@ -78,10 +78,12 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
     family = family_of(config, where)
     keys = Keys(config, where)
     quantization = keys.dictionary("quantization_config")
-    if quantization is not None:  # fp8 with a scale per block is read
+    packed = quantization is not None and quantization.get("quant_method") == "mxfp4" and family.names.fused is not None
+    if quantization is not None and not packed:  # fp8 with a scale per block is read
         nested = keys.nested(quantization, "quantization_config.")
         if nested.raw("quant_method") != "fp8":
-            raise nested.refusal("quant_method", '"fp8" in blocks is read; dequantise the model first')
+            works = '"fp8" in blocks is read, and "mxfp4" of gpt-oss; dequantise the model first'
+            raise nested.refusal("quant_method", works)
         nested.only("fmt", ("e4m3", "float8_e4m3fn"), "fp8 weights are e4m3")
         block = nested.raw("weight_block_size")
         if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
@@ -213,8 +215,8 @@ def with_positions(config: dict[str, Any], positions: int) -> tuple[dict[str, An
     if before == positions:
         return changed, []
     notes = [f"config.json: max_position_embeddings {before} is {positions} now, as in the run"]
-    window = config.get("sliding_window")
-    if isinstance(window, int) and before <= window < positions:
+    window, kinds = config.get("sliding_window"), config.get("layer_types") or ()
+    if isinstance(window, int) and before <= window < positions and "sliding_attention" not in kinds:
         changed["sliding_window"] = None
         notes.append(f"config.json: sliding_window {window} is null now: the model has none")
     yarn: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -268,6 +270,10 @@ def _meaning(run: Run) -> dict[str, Any]:
         "group_query_attention": None,
         "num_query_groups": None if latent else run.derived.num_query_groups,
         "kv_channels": None if latent else run.derived.head_size,
+        "window_size": run.derived.window,
+        "window_attn_skip_freq": run.derived.window_pattern,
+        "swiglu": run.derived.gated,
+        "add_qkv_bias": run.model.add_qkv_bias or run.model.add_bias_linear,
         "rotary_interleaved": run.model.rotary_interleaved and not latent,
         "softmax_scale": None if latent else run.model.softmax_scale or run.derived.head_size**-0.5,
         # of the amplitude, and of latent attention's logits
@@ -312,6 +318,8 @@ _MEANING = {
     "group_query_attention": "num_query_groups",
     "num_query_groups": "num_query_groups",
     "kv_channels": "head_size",
+    "window_size": "window",
+    "window_attn_skip_freq": "window_pattern",
     "moe_layer_freq": "moe_layer_pattern",
 }
 """Field -> name in `run.derived`."""

@@ -19,7 +19,9 @@ class TensorNames:
     projection. norms: of attention and of the MLP. head_norms: of queries and of keys. experts: prefix of an expert's
     matrices, {e} being its number; without it all experts are in each. matrices: names of gate, up and down; two names
     are of gate and up in one, and down. router: the gate's weight. router_bias: its expert_bias, which is [1, E] where
-    `bias_is_row`. shared: prefix of the shared expert; its gate is named `shared_gate`.
+    `bias_is_row`. shared: prefix of the shared expert; its gate is named `shared_gate`. fused: prefix of
+    one tensor for the matrices of all experts of a layer, gpt-oss' gate_up_proj and down_proj with their biases, in
+    place of `experts`; None: each expert has its own.
     """
 
     model: str = "model."
@@ -35,6 +37,7 @@ class TensorNames:
     bias_is_row: bool = False
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate.weight"
+    fused: str | None = None
 
 
 DEEPSEEK = TensorNames()

@@ -20,6 +20,8 @@ from megatron_moe.hf.transforms import (
     Copy,
     ExpertDown,
     ExpertGateUp,
+    ExpertsDown,
+    ExpertsGateUp,
     FusedQueryKeyValue,
     GateThenUp,
     QueryKeyValue,
@@ -106,8 +108,12 @@ def _attention(run: Run, names: TensorNames) -> Iterator[MappingRule]:
         pack = QueryKeyValue if len(packed) == 3 else FusedQueryKeyValue
         weights, biases = tuple(f"{name}.weight" for name in packed), tuple(f"{name}.bias" for name in packed)
         yield MappingRule(f"{here}linear_qkv.weight", weights, pack(*sizes, hidden))
-        if model.add_qkv_bias:
+        if model.add_qkv_bias or model.add_bias_linear:
             yield MappingRule(f"{here}linear_qkv.bias", biases, pack(*sizes))
+        if model.add_bias_linear:
+            yield MappingRule(f"{here}linear_proj.bias", (f"{names.attention_output}.bias",), Copy((hidden,)))
+        if model.softmax_type == "learnable":
+            yield MappingRule(f"{here}core_attention.softmax_offset", (f"{there}sinks",), Copy((heads,)))
         if model.qk_layernorm:
             place = f"{here}core_attention." if model.qk_layernorm_after_rotation else here
             queries, keys = (heads, sizes[1]) if model.qk_layernorm_across_heads else (1, 1)
@@ -140,9 +146,17 @@ def _mlp(run: Run, names: TensorNames, here: str, there: str, width: int) -> Ite
 
 
 def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
-    """Yield the rows of the MLP of a MoE layer without the routed experts."""
+    """Yield the rows of the MLP of a MoE layer without routed experts that have tensors of their own."""
     moe, hidden, experts = run.moe, run.model.hidden_size, run.moe.num_experts or 0
     yield MappingRule("mlp.router.weight", (names.router,), Copy((experts, hidden)))
+    if run.model.add_bias_linear:
+        yield MappingRule("mlp.router.bias", (names.router.replace(".weight", ".bias"),), Copy((experts,)))
+    if names.fused is not None:
+        width, both = run.derived.moe_ffn_hidden_size, f"{names.fused}gate_up_proj"
+        yield MappingRule("mlp.experts.weight1", (both,), ExpertsGateUp(experts, width, hidden))
+        yield MappingRule("mlp.experts.weight2", (f"{names.fused}down_proj",), ExpertsDown(experts, width, hidden))
+        yield MappingRule("mlp.experts.bias1", (f"{both}_bias",), ExpertsGateUp(experts, width))
+        yield MappingRule("mlp.experts.bias2", (f"{names.fused}down_proj_bias",), Copy((experts, hidden)))
     if moe.moe_router_enable_expert_bias:
         bias = Reshape((1, experts), (experts,)) if names.bias_is_row else Copy((experts,))
         yield MappingRule("mlp.router.expert_bias", (names.router_bias,), bias, fp32=True)
@@ -205,6 +219,8 @@ def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) ->
         yield from _pieces(_mlp(run, names, "mlp.", "mlp.", run.derived.ffn_hidden_size), here, there)
         return
     yield from _pieces(_moe(run, names), here, there)
+    if names.fused is not None:
+        return
     *gate_and_up, down = (f"{there}{names.experts}{matrix}.weight" for matrix in names.matrices)
     experts, width, hidden = run.moe.num_experts or 0, run.derived.moe_ffn_hidden_size, run.model.hidden_size
     if "{e}" not in names.experts:
@@ -238,14 +254,14 @@ def require_tensors(table: Mapping, found: Named[str, Shape], where: str) -> tup
     Raises:
         ConfigError: tensors are missing, unknown or of another shape; the message lists them.
     """
+    wanted = table.hf_shapes
     fused = next((name for name in found if name.endswith(".experts.gate_up_proj")), None)
-    if fused is not None:
+    if fused is not None and fused not in wanted:
         raise ConfigError(
             f"{where}: {fused} holds the experts of a layer in one tensor, as transformers 5 does in memory, and "
             "folders have a matrix for each expert here; save the model with save_pretrained(PATH, "
             "save_original_format=True)"
         )
-    wanted = table.hf_shapes
     copies = [name for name in table.copies if name in found]
     dropped = sorted(name for name in found if name.endswith(_RECOMPUTED))
     unknown = sorted(found.keys() - wanted.keys() - set(copies) - set(dropped))

@@ -110,6 +110,37 @@ class ExpertDown(Transform):
         return [block[0]]
 
 
+class ExpertsGateUp(Transform):
+    """A transform of gate and up of all experts [E, ..., 2 F], channel by channel in turn, <-> [E, 2, F, ...].
+
+    Args:
+        experts: E. width: F.
+        rest: the input's width (weights), or nothing (biases).
+    """
+
+    def __init__(self, experts: int, width: int, *rest: int) -> None:
+        self.hf_shapes, self.native_shape = ((experts, *rest, 2 * width),), (experts, 2, width, *rest)
+
+    def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].unflatten(-1, (-1, 2)).movedim(-1, 1).movedim(-1, 2).contiguous()
+
+    def to_hf(self, block: Tensor) -> list[Tensor]:
+        return [block.movedim(2, -1).movedim(1, -1).flatten(-2)]
+
+
+class ExpertsDown(Transform):
+    """A transform of down of all experts [E, F, H] <-> [E, H, F]."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        self.hf_shapes, self.native_shape = ((experts, width, hidden),), (experts, hidden, width)
+
+    def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].transpose(1, 2).contiguous()
+
+    def to_hf(self, block: Tensor) -> list[Tensor]:
+        return [block.transpose(1, 2).contiguous()]
+
+
 class QueryKeyValue(Transform):
     """A transform of q [n d, ...], k [g d, ...] and v [g d, ...] <-> groups of n / g queries, a key and a value.
 

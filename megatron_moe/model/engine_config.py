@@ -89,10 +89,18 @@ def transformer_config(run: Run) -> TransformerConfig:
         fields["overlap_moe_expert_parallel_comm"] = True
         fields["moe_token_dispatcher_type"] = moe.moe_token_dispatcher_type
         fields["moe_flex_dispatcher_backend"] = moe.moe_flex_dispatcher_backend
-    if not model.multi_latent_attention:
+    # The engine refuses biases with split experts for its own experts' sake.
+    split = {} if moe.num_experts is None else {"expert_tensor_parallel_size": fields["expert_tensor_parallel_size"]}
+    if split and model.add_bias_linear:
+        fields["expert_tensor_parallel_size"] = 1
+    if model.multi_latent_attention:
+        config = MLATransformerConfig(**fields, **{name: getattr(model, name) for name in _LATENT})
+    else:
         rotation = Rotation.from_run(run)
-        return AttentionConfig(**fields, yarn_mscale=0.0 if rotation is None else rotation.amplitude - 1)
-    return MLATransformerConfig(**fields, **{name: getattr(model, name) for name in _LATENT})
+        config = AttentionConfig(**fields, yarn_mscale=0.0 if rotation is None else rotation.amplitude - 1)
+    for name, value in split.items():
+        setattr(config, name, value)
+    return config
 
 
 def _sizes(run: Run) -> dict[str, Any]:
@@ -108,8 +116,13 @@ def _sizes(run: Run) -> dict[str, Any]:
         "rotary_interleaved": model.rotary_interleaved and not latent,  # latent attention always rotates pairs
         "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
-        "gated_linear_unit": model.swiglu,
-        "activation_func": F.silu if model.swiglu else F.gelu,
+        "gated_linear_unit": run.derived.gated,
+        "activation_func": _activation(run),
+        "glu_linear_offset": model.glu_linear_offset,
+        "activation_func_clamp_value": model.activation_func_clamp_value,
+        "softmax_type": model.softmax_type,  # these three are our attention's
+        "window_size": None if run.derived.window is None else (run.derived.window, 0),
+        "window_attn_skip_freq": list(run.derived.window_pattern),
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_qkv_bias,
         # With it the engine would add up the gradients of all q_layernorm and k_layernorm over the TP ranks, also of
@@ -125,6 +138,17 @@ def _sizes(run: Run) -> dict[str, Any]:
         "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
         "log_max_attention_logit": run.optimizer.qk_clip or run.logging.log_max_attention_logit,
     }
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return x sigmoid(1.702 x); the engine's would be compiled, on a CPU too."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _activation(run: Run) -> Any:
+    if run.model.quick_geglu:
+        return quick_gelu
+    return F.silu if run.model.swiglu else F.gelu
 
 
 def _layout(run: Run) -> dict[str, Any]:
@@ -167,7 +191,10 @@ def _kernels(run: Run) -> dict[str, Any]:
     """
     cuda = platform.has_cuda()
     compiled = cuda and not run.training.deterministic_mode
-    fields = TransformerConfig.__dataclass_fields__
+    model, fields = run.model, TransformerConfig.__dataclass_fields__
+    plain = model.swiglu and not (
+        model.quick_geglu or model.glu_linear_offset or model.activation_func_clamp_value is not None
+    )
     graph_scope = "cuda_graph_modules" if "cuda_graph_modules" in fields else "cuda_graph_scope"  # 0.19.2, 0.16.1
     # The engine's linear layers add to fp32 sums with an extension that is compiled for the machine, and refuse to be
     # built without it. The output layer is the engine's next to Transformer Engine's layers too: one setting for all.
@@ -176,7 +203,7 @@ def _kernels(run: Run) -> dict[str, Any]:
     return {
         graph_scope: [],
         "use_cpu_initialization": not cuda,  # where the engine allocates; it initialises nothing
-        "bias_activation_fusion": compiled and run.model.swiglu,
+        "bias_activation_fusion": compiled and plain,
         "bias_dropout_fusion": compiled,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,

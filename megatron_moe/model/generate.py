@@ -338,7 +338,8 @@ class _CachedCore(torch.nn.Module):
         keys, values = self._keys.put(compared), self._values.put(value)
         if self._length.known == 0:
             return self.core(query, key, value, *rest, **options)
-        return attend_with_last(last, keys, values, self.core.scale).flatten(2)
+        core = self.core
+        return attend_with_last(last, keys, values, core.scale, core.window, core.sinks(query)).flatten(2)
 
 
 class _CachedSelfAttention(torch.nn.Module):

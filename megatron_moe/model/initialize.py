@@ -37,7 +37,7 @@ _WHOLE, _ROWS, _COLUMNS = Split(None), Split(0), Split(1)
 # Module -> split of its weight. One that is not listed is an error, so that no parameter is left uninitialised.
 _SPLITS = {
     **dict.fromkeys("word_embeddings output_layer linear_qkv linear_q_proj linear_q_up_proj".split(), _ROWS),
-    **dict.fromkeys("linear_kv_up_proj linear_fc1 eh_proj".split(), _ROWS),
+    **dict.fromkeys("linear_kv_up_proj linear_fc1 eh_proj core_attention".split(), _ROWS),
     **dict.fromkeys("linear_q_down_proj linear_kv_down_proj router shared_experts".split(), _WHOLE),
     **dict.fromkeys("input_layernorm pre_mlp_layernorm final_layernorm".split(), _WHOLE),
     **dict.fromkeys("post_self_attn_layernorm post_mlp_layernorm".split(), _WHOLE),

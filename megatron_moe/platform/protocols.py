@@ -104,6 +104,12 @@ class EngineConfig(Protocol):
     layernorm_epsilon: float
     attention_dropout: float
     gated_linear_unit: bool
+    activation_func: Callable[[Tensor], Tensor]
+    activation_func_clamp_value: float | None
+    glu_linear_offset: float
+    softmax_type: str
+    window_size: tuple[int, int] | None
+    window_attn_skip_freq: Sequence[int]
     add_bias_linear: bool
     qk_layernorm: bool
     multi_latent_attention: bool

@@ -57,6 +57,7 @@ RUNS: dict[str, Callable[[Given], bool]] = {
     "always": lambda given: True,
     "a dense model": lambda given: not _experts(given),
     "experts": _experts,
+    "experts without --quick-geglu": lambda given: _experts(given) and not _read(given, "quick_geglu"),
     "bf16, fp16": _half_precision,
     "experts in bf16, fp16": lambda given: _experts(given) and _half_precision(given),
     "fp16": lambda given: bool(_read(given, "fp16")),

@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
 
 DONE, NOT_VERIFIED = 0, 1
 FORMATS = ("hf", "native", "megatron")
+PACKED = ("fp8", "mxfp4")
+"""Formats of fewer bits, in which folders of Hugging Face are written."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -62,9 +64,9 @@ def parser() -> argparse.ArgumentParser:
                    "framework or Megatron-LM's (--ckpt-format torch_dist or torch)")  # fmt: skip
     p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a folder of checkpoints (default: newest)")
     p.add_argument("--save", required=True, metavar="DIR", help="the output: a folder that is empty or not there yet")
-    p.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), help="cast weights; expert_bias stays fp32. "
-                   "fp8, to hf: linear layers in e4m3 with a scale per 128 x 128 block, as DeepSeek publishes them, "
-                   "the rest in bf16. Default: the source's")  # fmt: skip
+    p.add_argument("--dtype", choices=("bf16", "fp16", "fp32", *PACKED), help="cast weights; expert_bias stays "
+                   "fp32. fp8, to hf: linear layers in e4m3 with a scale per 128 x 128 block, as DeepSeek publishes "
+                   "them; mxfp4: gpt-oss' experts as published; the rest in bf16. Default: the source's")  # fmt: skip
     p.add_argument("--dry-run", action="store_true", help="say what would be written and stop")
     p.add_argument("--verify", action="store_true", help="compute the logits of both sides in fp32, ours and "
                    "transformers', and publish only if they agree; takes memory for the model")  # fmt: skip
@@ -196,10 +198,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"{ALLOW}: is for --from hf and megatron, and for --verify; drop it")
     if args.family is not None and args.target != "hf":
         raise ConfigError(f"--family {args.family}: is for --to hf; a folder's config.json says what it is")
-    if args.dtype == "fp8" and args.target != "hf":
-        raise ConfigError("--dtype fp8: is for --to hf; a checkpoint here has its weights in bf16, fp16 or fp32")
-    if args.dtype == "fp8" and args.verify:
-        raise ConfigError("--dtype fp8, --verify: fp8 rounds the weights, and --verify asks for equal logits; drop one")
+    packed = f"--dtype {args.dtype}"
+    if args.dtype in PACKED and args.target != "hf":
+        raise ConfigError(f"{packed}: is for --to hf; a checkpoint here has its weights in bf16, fp16 or fp32")
+    if args.dtype in PACKED and args.verify:
+        raise ConfigError(f"{packed}, --verify: it rounds the weights, and --verify asks for equal logits; drop one")
     tokenizers = [name for name in ("no_tokenizer", *TOKENIZER_FIELDS) if getattr(args, name)]
     if tokenizers and way != ("native", "hf"):
         raise ConfigError(f"--{tokenizers[0].replace('_', '-')}: is for --from native --to hf")
@@ -272,8 +275,8 @@ def _planned(args: argparse.Namespace) -> ConversionSink:
     from megatron_moe_tools.convert.native import AveragedSource, NativeSink, NativeSource
     from megatron_moe_tools.convert.pipeline import ConversionOptions
 
-    args.fp8 = args.dtype == "fp8"
-    args.dtype = certificate.DTYPES.get("bf16" if args.fp8 else args.dtype)
+    args.fp8, args.mxfp4 = args.dtype == "fp8", args.dtype == "mxfp4"
+    args.dtype = certificate.DTYPES.get("bf16" if args.dtype in PACKED else args.dtype)
     options = ConversionOptions(**{field.name: getattr(args, field.name) for field in fields(ConversionOptions)})
     load = Path(args.load)
     if args.origin == "megatron":

@@ -320,6 +320,9 @@ def _within(start: Iterable[int], shape: Iterable[int], first: Iterable[int]) ->
 # ---- The sink.
 
 
+_NOT_CONVERTED = {"window_size", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"}
+
+
 class MegatronSink(TorchDistSink):
     """A checkpoint that Megatron-LM loads, in its format torch_dist.
 
@@ -358,6 +361,14 @@ class MegatronSink(TorchDistSink):
             wrong.append("--reordered-norm: its norms are before attention and MLP")
         if wrong:
             raise ConfigError(listing(f"--load {source.path}: is a model that Megatron-LM does not have:", wrong))
+        fields = all_fields()
+        apart = [fields[name].typed(value) for name, value in flatten(run).items() if name in _NOT_CONVERTED and value]
+        if run.model.softmax_type != "vanilla":
+            apart.append(f"--softmax-type {run.model.softmax_type}")
+        if run.model.add_bias_linear and run.moe.num_experts is not None:
+            apart.append("--add-bias-linear")
+        if apart:
+            raise ConfigError(f"--load {source.path}: {', '.join(apart)}: such models are not written for Megatron-LM")
         found = set(map(self._dtype, self.weights.keys() - self.fp32))
         if len(found) != 1:
             raise ConfigError(

@@ -160,12 +160,19 @@ def load_reference(folder: HFFolder, family: Family, layers: int | None = None) 
 
 
 def _dequantised(folder: HFFolder) -> dict[str, Tensor]:
-    """Return all tensors but scales; a weight in fp8 becomes each number times its block's scale, as bfloat16."""
+    """Return all tensors but scales; a weight in fp8 or MXFP4 becomes number times scale, as bfloat16."""
     found: dict[str, Tensor] = {}
     height, width = folder.block
     for file in set(map(operator.attrgetter("file"), folder.tensors.values())):
         found |= load_file(folder.path / file)
     for name, scale_name in folder.scales.items():
+        if name not in found:  # MXFP4
+            codes, exponents = found.pop(f"{name}_blocks"), found.pop(scale_name)
+            pairs = torch.stack((codes % 16, codes // 16), dim=-1).flatten(-2).long()
+            halves = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])[pairs]
+            values = halves * 2.0 ** (exponents.double().unsqueeze(-1) - 128)
+            found[name] = values.flatten(-2).transpose(1, 2).bfloat16().contiguous()
+            continue
         weight, scale = found[name].float(), found.pop(scale_name).float()
         row = torch.arange(weight.shape[0]) // height
         column = torch.arange(weight.shape[1]) // width

@@ -247,7 +247,7 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
     flat: dict[str, Any] = {}
     problems: list[str] = []
     for name in (*architecture_keys(), *_ALSO_TAKEN):
-        if name in given:
+        if name in given or name in ELSEWHERE:
             continue
         value = _plain(name, next((args[known] for known in _names(name) if args.get(known) is not None), None))
         if value is None:
@@ -263,7 +263,7 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
         value = _plain(name, args.get(name))
         if value is None or value in neutral:
             continue
-        flag, reason = f"--{name.replace('_', '-')}", "it makes another model"
+        flag, reason = f"--{name.replace('_', '-')}", "models with it are not converted between the two"
         row = megatron_flags.row_for(flag, [str(value)])
         if row is not None and row.answer == "refused":
             reason = row.reason
@@ -357,7 +357,7 @@ def _defaults_taken(run: Run, missing: list[str], where: str) -> list[str]:
     unread = tuple(prefix for prefix, is_read in _READ_BY.items() if not is_read(run))
     values, taken = flatten(run), []
     for name in missing:
-        if values[name] not in (None, False) and not name.startswith(unread):
+        if values[name] not in (None, False) and not name.startswith(unread) and name not in ELSEWHERE:
             taken.append(all_fields()[name].typed(values[name]))
     if not taken:
         return []

@@ -137,7 +137,6 @@ def test_the_value_decides_where_megatron_has_several():
         "--spec": {"local": "alias", "mine.specs": "refused"},
         "--exp-avg-dtype": {"fp16": "refused"},
         "--main-grads-dtype": {"fp32": "always", "bf16": "alias", "fp16": "refused"},
-        "--glu-linear-offset": {"0.0": "always", "1": "refused"},
         "--exit-signal": {"SIGTERM": "always", "15": "always", "2": "refused"},
         "--optimizer-offload-fraction": {"1.0": "always", "0.5": "refused"},
         "--rotary-seq-len-interpolation-factor": {"1": "always", "4": "alias"},

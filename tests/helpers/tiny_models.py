@@ -177,6 +177,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {
         **_GROUPED_QUERY, "head_dim": 8, "rms_norm_eps": 1e-5, "sliding_window": None, "rope_parameters": _MILLION,
     }),
+    # windows that are shorter than the tests' sequences, in layers of no period, and halves that the limit cuts off
+    "gpt-oss": ("GptOss", {
+        **_GROUPED_QUERY, "intermediate_size": 32, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
+        "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2],
+        "swiglu_limit": 0.7, "rms_norm_eps": 1e-5, "rope_parameters": {**YARN, "factor": 8.0, "truncate": False},
+    }),
 }  # fmt: skip
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
 
@@ -225,8 +231,10 @@ def fill(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(4.0 + 0.1 * drawn(parameter))
             elif "norm" in name:
                 parameter.copy_(1.0 + 0.25 * drawn(parameter))
-            elif name.endswith(".bias"):
+            elif name.endswith((".bias", "_bias")):
                 parameter.copy_(0.5 * drawn(parameter))
+            elif name.endswith(".sinks"):
+                parameter.copy_(2.0 * drawn(parameter))
             else:
                 parameter.copy_(drawn(parameter) * parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():

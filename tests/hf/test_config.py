@@ -66,15 +66,18 @@ def test_both_spellings_say_the_same_without_a_note(case):
 @pytest.mark.parametrize("case", tiny_models.CASES)
 def test_another_number_of_positions_leaves_the_model_as_it_was(case):
     before = saved(case)
-    before["sliding_window"] = before["max_position_embeddings"]
+    window = before["sliding_window"] = before["max_position_embeddings"]
+    windowed = "sliding_attention" in (before.get("layer_types") or ())
     for config in (before, tiny_models.hub_spelling(before)):
         changed, notes = hf_config.with_positions(config, 8192)
         assert read(changed).flat == {**read(before).flat, "max_position_embeddings": 8192}
         assert hf_config.with_positions(changed, 8192) == (changed, []) and config["max_position_embeddings"] != 8192
-        assert [("yarn" in note, "sliding_window" in note) for note in notes][:2] == [(False, False), (False, True)]
-        assert ["yarn" in note for note in notes[2:]] == [True] * (read(before).flat.get("rope_type") == "yarn")
+        about = [(False, False), *[(False, True)] * (not windowed)]
+        about += [(True, False)] * (read(before).flat.get("rope_type") == "yarn")
+        assert [("yarn" in note, "sliding_window" in note) for note in notes] == about
         theirs, as_it_was = loaded(changed).config, loaded(config).config
-        assert theirs.max_position_embeddings == 8192 and not getattr(theirs, "sliding_window", None)
+        assert theirs.max_position_embeddings == 8192
+        assert getattr(theirs, "sliding_window", None) == (window if windowed else None)
         assert theirs.rope_parameters == as_it_was.rope_parameters
 
 
@@ -326,7 +329,7 @@ def test_a_preset_is_what_its_published_configuration_is_read_as(name):
 
 
 ONE_OF_A_FAMILY = ["deepseek-v2-lite", "moonlight-16b-a3b", "mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b"]
-ONE_OF_A_FAMILY += ["glm-4.5-air", "olmoe-1b-7b", "minimax-m2.5"]
+ONE_OF_A_FAMILY += ["glm-4.5-air", "olmoe-1b-7b", "minimax-m2.5", "gpt-oss-20b"]
 
 
 @pytest.mark.parametrize("name", rows(PUBLISHED, test=ONE_OF_A_FAMILY))

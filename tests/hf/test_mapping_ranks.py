@@ -31,7 +31,7 @@ TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 VPP = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
-ONE_OF_EACH_ATTENTION = ("deepseek-v2-grouped", "qwen2-moe")
+ONE_OF_EACH_ATTENTION = ("deepseek-v2-grouped", "qwen2-moe", "gpt-oss")
 
 
 class Layout(NamedTuple):
@@ -53,7 +53,7 @@ LAYOUTS = {
         ("moonlight", "qwen3-moe", "granitemoeshared", "bailing-moe-v2"),
         SPARSE,
     ),
-    "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral",), SPARSE),
+    "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral", "gpt-oss"), SPARSE),
     "TP2xEP2, experts whole": Layout(
         2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}, ("glm4-moe", "ernie4-5-moe"), SPARSE
     ),

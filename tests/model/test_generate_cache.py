@@ -68,6 +68,10 @@ CASES = {
         "qk_layernorm_across_heads": True,
         "reordered_norm": True,
     },
+    "grouped-query, sinks, windows": {
+        **GROUPED,
+        **{"softmax_type": "learnable", "window_size": "4,0", "window_attn_skip_freq": 2, "add_bias_linear": True},
+    },
     "grouped-query, no positions": {**GROUPED, "position_embedding_type": "none"},
 }
 IMPLIED = ("latent attention", "grouped-query")

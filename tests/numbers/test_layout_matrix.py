@@ -81,6 +81,13 @@ FACTORS = {
     "logits_scaling": 2.0,
     "moe_router_enable_expert_bias": True,
 }
+# A window shorter than a rank's chunks, layers with and without it, halves that the clamp cuts off.
+GPT_OSS = {
+    **GQA,
+    **{"moe_layer_freq": 1, "add_bias_linear": True, "softmax_type": "learnable", "window_size": "3,0"},
+    **{"window_attn_skip_freq": "[1,0,1,1]", "quick_geglu": True, "glu_linear_offset": 1.0},
+    "activation_func_clamp_value": 0.4,
+}
 # Name -> (flags of the model, number of the samples).
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "deepseek": (MLA, 3),
@@ -93,6 +100,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "dense": ({**GQA, **DENSE}, 0),
     "factors": ({**GQA, **FACTORS, "mtp_num_layers": 1}, 0),
     "olmo": ({**GQA, **OLMO, "norm_epsilon": 1e-3}, 1),
+    "gpt-oss": (GPT_OSS, 0),
 }
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -115,8 +123,8 @@ OVERLAP = {"overlap_grad_reduce": True}
 GATHER = {**SHARDED, **OVERLAP, "overlap_param_gather": True, "ddp_bucket_size": 1}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 ALL_AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CORE_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "core_attn", "layernorm")}
 PARTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "layernorm", "mla_up_proj")}
-CORE_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm")}
 SINGLES = {"micro_batch_size": 1}
 FUSED = {"cross_entropy_loss_fusion": True}
 LOOP = {"moe_expert_backend": "loop"}
@@ -148,6 +156,8 @@ PAIRS: list[Row] = [
     ("factors", 4, {"tp2": TP2, "further at end": FURTHER_AT_END, "gather": GATHER, "fused": FUSED}),
     ("factors", 4, {"cp2": CP2, "ep2": EP2, "zero3": ZERO3, "recomputed": CORE_AGAIN}),
     ("olmo", 4, {"tp2": TP2, "cp2": CP2, "ep2": EP2, "etp1": ETP1, "zero3": ZERO3, "all recomputed": ALL_AGAIN}),
+    ("gpt-oss", 4, {"tp2": TP2, "cp2": CP2, "ep2": EP2, "etp2": ETP2, "core recomputed": CORE_AGAIN}),
+    ("gpt-oss", 4, {"cp2": CP2, "vpp": VPP, "ep2": EP2, "allgather": ALLGATHER}),
 ]
 # One part alone, which says more of what is wrong, other stages of a pipeline, and more ranks.
 FURTHER: list[Row] = [
@@ -167,6 +177,11 @@ FURTHER: list[Row] = [
     ("deepseek", 4, {"uneven": UNEVEN}),
     ("every loss", 4, {"tp2": TP2, "ep2": EP2, "etp1": ETP1, "zero3": ZERO3}),
     ("per token", 4, {"ep4": EP4, "singles": SINGLES, "sharded": SHARDED}),
+    ("gpt-oss", 4, {"cp2": CP2, "dp2": {}, "ep2": EP2, "zero3": ZERO3, "all recomputed": ALL_AGAIN}),
+    ("gpt-oss", 2, {"ep2": EP2, "zero2": ZERO2, "loop": LOOP}),
+    ("gpt-oss", 2, {"tp2": TP2, "fused": FUSED}),
+    ("gpt-oss", 4, {"cp4": CP4, "sharded": SHARDED}),
+    ("gpt-oss", 4, {"tp2": TP2, "dp2": {}, "ep4": EP4, "etp1": ETP1, "gather": GATHER}),
     ("deepseek", 8, {"tp2": TP2, "pp2": PP2, "ep2": EP2, "etp1": ETP1, "sharded": SHARDED}),
     ("deepseek", 8, {"cp4": CP4, "vpp": VPP, "ep4": EP4}),
     ("every loss", 8, {"tp2": TP2, "cp2": CP2, "ep2": EP2, "etp2": ETP2}),

@@ -683,15 +683,46 @@ def flex_dispatcher_can_work(run: Run) -> None:
         )
 
 
+refuse(
+    "experts_are_gated",
+    ("swiglu", "num_experts"),
+    "experts are gated MLPs; use --swiglu or --quick-geglu, or a dense model",
+    when=lambda run: run.moe.num_experts is not None and not run.derived.gated,
+)
+unread(
+    ("glu_linear_offset", "activation_func_clamp_value"),
+    ("swiglu", "quick_geglu"),
+    "only gated layers read these; add --swiglu or --quick-geglu, or drop them",
+    is_read=lambda run: run.derived.gated,
+    in_megatron=True,
+)
+
+
+def _plain_experts(run: Run) -> bool:
+    m = run.model
+    return not (m.add_bias_linear or m.quick_geglu or m.glu_linear_offset or m.activation_func_clamp_value)
+
+
 @rule()
-def experts_are_gated_and_unbiased(run: Run) -> None:
-    """Require SwiGLU without biases, since the grouped experts have gate, up and down matrices alone."""
-    if run.moe.num_experts is None:
+def biased_experts_can_work(run: Run) -> None:
+    """Refuse what was made for experts without biases and with plain SwiGLU."""
+    if run.moe.num_experts is None or _plain_experts(run):
         return
-    if not run.model.swiglu:
-        raise Refusal(("swiglu", "num_experts"), "experts are gated SiLU MLPs; use --swiglu, or a dense model")
-    if run.model.add_bias_linear:
+    names = set_among(run, ("add_bias_linear", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"))
+    if run.derived.fp8_format_of_experts is not None:
         raise Refusal(
-            ("add_bias_linear", "num_experts"),
-            "experts have no biases; use --disable-bias-linear, with --add-qkv-bias where the attention needs them",
+            (*names, "fp8_format", "fp8_modules"),
+            "experts in FP8 are plain SwiGLU without biases; use --fp8-modules without experts",
+        )
+    if run.moe.overlap_moe_expert_parallel_comm:
+        raise Refusal(
+            (*names, "overlap_moe_expert_parallel_comm"),
+            "two micro-batches at a time were not tried with such experts; drop --overlap-moe-expert-parallel-comm",
+        )
+    ranks = run.derived.expert_tensor_parallel_size
+    if run.model.add_bias_linear and run.model.hidden_size % ranks:
+        raise Refusal(
+            ("add_bias_linear", "hidden_size", "expert_tensor_parallel_size"),
+            f"each of {ranks} ranks adds its share of an expert's bias; use"
+            f" --hidden-size {nearest_multiples(run.model.hidden_size, ranks)}",
         )

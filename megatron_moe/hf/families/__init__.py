@@ -20,6 +20,7 @@ _FILES = """
     minimax_m2
     bailing_moe_v2
     llama qwen2 qwen3 mistral olmo2
+    gpt_oss
 """.split()
 """In this order a model that was trained here is offered to them, and the first whose format describes it is taken."""
 FAMILIES: dict[str, Family] = {
@@ -36,7 +37,6 @@ for _reason, _kinds in {
     ),
     "the first DeepSeek-MoE has no latent attention and its own format": "deepseek",
     "its attention reads a selection of the keys, which the attention here does not": "deepseek_v32 glm_moe_dsa",
-    "its attention has sinks and its experts have biases and a clamped activation": "gpt_oss",
     "most of its attention is a gated delta rule": "qwen3_next qwen3_5_moe",
     "most of its attention is a linear attention": "kimi_linear minimax",
     "its experts weigh their input, and its attention is cut into chunks": "llama4 llama4_text",
