@@ -8,11 +8,12 @@ import importlib.util
 import os
 import re
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_moe.checkpoint import folder
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.cli import add_flags
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
@@ -31,11 +32,14 @@ NAME = "megatron-moe convert"
 
 if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
     from megatron_moe_tools.convert.parity import Parity
-    from megatron_moe_tools.convert.pipeline import ConversionSink
+    from megatron_moe_tools.convert.pipeline import ConversionSink, ConversionSource
     from megatron_moe_tools.convert.workspace import Workspace
 
 DONE, NOT_VERIFIED = 0, 1
 FORMATS = ("hf", "native", "megatron")
+_UPCYCLING = ("moe_upcycling_granularity", "upcycle_router", "upcycle_noise", "upcycle_seed")
+_OF_MODEL = ("mtp_num_layers", "init_method_std")
+"""Settings of the model besides its experts' that upcycling takes."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -87,6 +91,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--expert-model-parallel-size", type=int, metavar="N", help="to megatron, with the optimizer: the "
                    "ranks that experts are spread over there")  # fmt: skip
     p.add_argument("--no-tokenizer", action="store_true", help="native to hf: write no tokenizer")
+    up = p.add_argument_group("upcycling", "to native, of a dense model; flags of the model, such as --num-experts 8, "
+                              "--moe-router-topk 2 and --mtp-num-layers 1, say what it becomes")  # fmt: skip
+    up.add_argument("--upcycle", action="store_true", help="make experts of the MLPs; the logits stay the dense "
+                    "model's to 1e-5 in fp32, which is computed and certified; weights alone")  # fmt: skip
+    up.add_argument("--moe-upcycling-granularity", type=int, metavar="G", help="cut each MLP into G parts, one for an "
+                    "expert; default: by --moe-ffn-hidden-size, else 1")  # fmt: skip
+    up.add_argument("--upcycle-router", choices=("random", "zeros"), help="rows of the router: drawn with "
+                    "--init-method-std, the same for the parts of a copy (default), or zeros")  # fmt: skip
+    up.add_argument("--upcycle-noise", type=float, metavar="X", help="add normal noise to each expert's matrices, X "
+                    "times their root mean square; the difference of the logits is measured")  # fmt: skip
+    up.add_argument("--upcycle-seed", type=int, metavar="N", help="seed of what is drawn; default 1234")
     p.add_argument("--certificate", metavar="FILE", help="write the certificate here too; it is always in --save")
     add_flags(p.add_argument_group("tokenizer", "native to hf: by default the checkpoint's own"), TOKENIZER_FIELDS)
     return p
@@ -128,6 +143,10 @@ def run(argv: list[str]) -> int:
         from megatron_moe_tools.convert.parity import require_memory_to_verify
 
         require_memory_to_verify(locate(load, args.ckpt_step, args.family), args.verify_layers)
+    if args.upcycle:
+        from megatron_moe_tools.convert.upcycling import require_memory_to_compare
+
+        require_memory_to_compare(sink.source, args.verify_layers)
     for line in (*sink.source.notes, *sink.source.warnings):
         note(line)
     if args.dry_run:
@@ -148,7 +167,9 @@ def run(argv: list[str]) -> int:
     with workspace.open():
         try:
             content = convert(sink, workspace)
-            if args.verify:
+            if args.upcycle:
+                content["verification"] = _logits(args, sink.source, workspace.output)
+            elif args.verify:
                 content["verification"] = _parity(args, workspace.output).as_dict()
             return _publish(args, workspace, content)
         except Exception as error:
@@ -177,7 +198,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--ema: is for --from native --to native and --to hf, and a step's own average")
     if args.ema and verifies:
         raise ConfigError("--ema: --verify compares with the step's weights, which are others; drop one of the two")
-    if (verifies or args.verify_layers is not None) and "hf" not in way:
+    _check_upcycling(args, way)
+    if (verifies or args.verify_layers is not None) and "hf" not in way and not args.upcycle:
         raise ConfigError("--verify: compares with a Hugging Face folder; hashes of checkpoints are compared anyway")
     if args.transformer_impl is not None and args.target != "megatron":
         raise ConfigError(f"--transformer-impl {args.transformer_impl}: is for --to megatron")
@@ -188,7 +210,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.drop_mtp and "megatron" in way:
         raise ConfigError("--drop-mtp: is for folders of Hugging Face; from and to megatron nothing is left out")
-    if args.verify_layers is not None and not verifies:
+    if args.verify_layers is not None and not (verifies or args.upcycle):
         raise ConfigError(f"--verify-layers {args.verify_layers}: says how much is verified; add --verify")
     if args.verify_layers is not None and args.verify_layers < 1:
         raise ConfigError(f"--verify-layers {args.verify_layers}: must be at least 1")
@@ -233,12 +255,42 @@ def _check(args: argparse.Namespace) -> None:
         require_free(save, load)
 
 
+def _check_upcycling(args: argparse.Namespace, way: tuple[str, str]) -> None:
+    """Refuse flags that do not go with upcycling, and those of upcycling without it."""
+    if not args.upcycle:
+        for name in _UPCYCLING:
+            if getattr(args, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} {getattr(args, name)}: says how a dense model is upcycled; add --upcycle")
+        return
+    if way[0] == "megatron" or way[1] != "native":
+        raise ConfigError(
+            f"--upcycle: is for --from native or hf, --to native; from {way[0]} to {way[1]} is done in two steps, the "
+            "other one by megatron-moe convert without it"
+        )
+    if args.average_steps is not None or args.ema:
+        flag = "--ema" if args.ema else "--average-steps"
+        raise ConfigError(f"--upcycle: its logits are compared with those of one step; convert with {flag} first")
+    if args.verify or args.verify_only:
+        raise ConfigError("--upcycle, --verify: the logits of both models are compared anyway; leave --verify out")
+    for name, least in (("moe_upcycling_granularity", 1), ("upcycle_noise", 0), ("upcycle_seed", 0)):
+        value = getattr(args, name)
+        if value is not None and not (least <= value < float("inf")):
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: has to be at least {least}, and finite")
+    there = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[locate(Path(args.load), args.ckpt_step).dtype]
+    if args.dtype not in (None, "fp32", there):
+        raise ConfigError(
+            f"--upcycle, --dtype {args.dtype}: rounds the weights, which are {there}, and the logits are to stay the "
+            f"dense model's; convert the result with --dtype {args.dtype}"
+        )
+
+
 def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     """Return the settings of the model on the command line, by field: they go before those of a checkpoint."""
     from megatron_moe.config.fields import all_fields
 
-    if words and (args.origin, args.target) != ("megatron", "native"):
-        raise ConfigError(f"unexpected argument {words[0]!r}: flags of the model are for --from megatron")
+    if words and (args.origin, args.target) != ("megatron", "native") and not args.upcycle:
+        raise ConfigError(f"unexpected argument {words[0]!r}: flags of the model are for --from megatron and --upcycle")
     given: dict[str, Any] = {}
     if words:
         compat.parse(words, filled_in=lambda settings: given.update(settings) or settings)
@@ -249,6 +301,14 @@ def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
             others.append(fields[name].typed(value))
     if others:
         raise ConfigError(f"{', '.join(others)}: is no setting of the model, which a conversion is about; drop it")
+    for name, value in given.items():
+        of_experts = fields[name].section == "moe" and name in architecture_keys()
+        if args.upcycle and not (of_experts or name in _OF_MODEL):
+            raise ConfigError(
+                f"--upcycle, {fields[name].typed(value)}: the settings of the experts, "
+                f"{' and '.join(fields[other].flag for other in _OF_MODEL)} can be given, and the rest is the dense "
+                "model's; balancing and precision are flags of the training"
+            )
     return given
 
 
@@ -278,6 +338,16 @@ def _planned(args: argparse.Namespace) -> ConversionSink:
     load = Path(args.load)
     if args.origin == "megatron":
         return NativeSink(MegatronSource(open_checkpoint(load, args.ckpt_step), options, args.given))
+    if args.upcycle:
+        from megatron_moe_tools.convert.upcycle_plan import UpcycleFlags
+        from megatron_moe_tools.convert.upcycling import UpcycledSource
+
+        flags = UpcycleFlags(*(getattr(args, name) for name in _UPCYCLING))
+        model, options = locate(load, args.ckpt_step), replace(options, no_optim=True)
+        dense: ConversionSource = NativeSource(model.path, options, model.notes)
+        if args.origin == "hf":
+            dense = HuggingFaceSource(HFFolder.open(load), options)
+        return NativeSink(UpcycledSource(dense, model.run, args.given, flags))
     if args.origin == "hf":
         return NativeSink(HuggingFaceSource(HFFolder.open(load), options))
     if args.average_steps is not None:
@@ -309,6 +379,15 @@ def _publish(args: argparse.Namespace, workspace: Workspace, content: dict[str, 
     workspace.publish()
     print(f"{target}: {content['blocks']} blocks, each read again and made back; {CERTIFICATE} says so")
     return DONE
+
+
+def _logits(args: argparse.Namespace, source: Any, output: Path) -> dict[str, Any]:
+    """Compare the logits of an upcycled model with the dense model's."""
+    from megatron_moe_tools.convert.upcycling import compare_logits
+
+    result = compare_logits(source, output, args.verify_layers)
+    note(result.line())
+    return result.as_dict()
 
 
 def _parity(args: argparse.Namespace, output: Path) -> Parity:
