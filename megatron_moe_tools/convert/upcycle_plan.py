@@ -113,7 +113,8 @@ def upcycled_run(dense: Run, given: dict[str, Any], flags: UpcycleFlags, where: 
     width, shared = dense.derived.ffn_hidden_size, given.get("moe_shared_expert_intermediate_size") or 0
     parts, expert = _cut(width, shared, given.get("moe_ffn_hidden_size"), flags.granularity)
     run = schema.replace(dense, **{**given, "moe_ffn_hidden_size": expert})
-    rules.check_model(run, 1)
+    # Which backend multiplies the experts is chosen by a run; one of them takes any width.
+    rules.check_model(schema.replace(run, moe_expert_backend="loop"), 1)
     moe, experts = run.moe, given["num_experts"]
     if experts % parts:
         raise ConfigError(

@@ -208,9 +208,10 @@ class UpcycledSource(ConversionSource):
             values = values[:, units]
         values = values.reshape(block.shape)
         if recipe.times != 1 or recipe.noise:
-            wide = values.float() * recipe.times
-            deviation = recipe.noise * float(wide.square().mean().sqrt())
-            wide += deviation * torch.randn(wide.shape, generator=generator)
+            wide = values.float() * recipe.times + 0.0  # which leaves no -0
+            if recipe.noise:
+                deviation = recipe.noise * float(wide.square().mean().sqrt())
+                wide += deviation * torch.randn(wide.shape, generator=generator)
             values = wide.to(block.dtype)
         return values.contiguous(), row
 
