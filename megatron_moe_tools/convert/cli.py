@@ -26,18 +26,22 @@ from megatron_moe.io.files import free_bytes, require_writable
 from megatron_moe.io.program import note, run_program
 from megatron_moe.io.texts import size_text
 from megatron_moe_tools import compat
-from megatron_moe_tools.models.source import locate
+from megatron_moe_tools.models.source import locate, tokenizer_of_model
 
 NAME = "megatron-moe convert"
 
 if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
+    from megatron_moe_tools.convert.expert_changes import ChangedExperts
     from megatron_moe_tools.convert.parity import Parity
-    from megatron_moe_tools.convert.pipeline import ConversionSink, ConversionSource
+    from megatron_moe_tools.convert.pipeline import ConversionOptions, ConversionSink, ConversionSource
+    from megatron_moe_tools.convert.upcycling import UpcycledSource
     from megatron_moe_tools.convert.workspace import Workspace
 
 DONE, NOT_VERIFIED = 0, 1
 FORMATS = ("hf", "native", "megatron")
-_UPCYCLING = ("moe_upcycling_granularity", "upcycle_router", "upcycle_noise", "upcycle_seed")
+_UPCYCLING = ("moe_upcycling_granularity", "upcycle_router", "upcycle_noise", "seed")
+_CHANGES = ("prune", "merge", "reinit")
+"""What is done to experts; the first words of flags."""
 _OF_MODEL = ("mtp_num_layers", "init_method_std")
 """Settings of the model besides its experts' that upcycling takes."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -101,7 +105,17 @@ def parser() -> argparse.ArgumentParser:
                     "--init-method-std, the same for the parts of a copy (default), or zeros")  # fmt: skip
     up.add_argument("--upcycle-noise", type=float, metavar="X", help="add normal noise to each expert's matrices, X "
                     "times their root mean square; the difference of the logits is measured")  # fmt: skip
-    up.add_argument("--upcycle-seed", type=int, metavar="N", help="seed of what is drawn; default 1234")
+    ex = p.add_argument_group("experts", "to native, of a mixture of experts: fewer or new ones by the load measured "
+                              "on tokens, and the loss on them before and after; weights alone")  # fmt: skip
+    ex.add_argument("--prune-experts", type=int, metavar="N", help="keep each layer's N most loaded experts")
+    ex.add_argument("--merge-experts", type=int, metavar="N", help="add each other expert to the one of these N that "
+                    "it is most like, weighted by load")  # fmt: skip
+    ex.add_argument("--reinit-experts", type=float, metavar="X", help="draw anew the experts whose load is below X "
+                    "times an even share")  # fmt: skip
+    ex.add_argument("--tokens", metavar="FILE", help="safetensors with input_ids [B, S], which the load is measured on")
+    ex.add_argument("--text-file", dest="texts", action="append", type=lambda path: (path, ""), metavar="FILE",
+                    help="a UTF-8 text in place of --tokens; repeatable")  # fmt: skip
+    p.add_argument("--seed", type=int, metavar="N", help="--upcycle, --reinit-experts: of what is drawn; default 1234")
     p.add_argument("--certificate", metavar="FILE", help="write the certificate here too; it is always in --save")
     add_flags(p.add_argument_group("tokenizer", "native to hf: by default the checkpoint's own"), TOKENIZER_FIELDS)
     return p
@@ -144,7 +158,7 @@ def run(argv: list[str]) -> int:
 
         require_memory_to_verify(locate(load, args.ckpt_step, args.family), args.verify_layers)
     if args.upcycle:
-        from megatron_moe_tools.convert.upcycling import require_memory_to_compare
+        from megatron_moe_tools.convert.upcycling import compare_logits, require_memory_to_compare
 
         require_memory_to_compare(sink.source, args.verify_layers)
     for line in (*sink.source.notes, *sink.source.warnings):
@@ -168,7 +182,11 @@ def run(argv: list[str]) -> int:
         try:
             content = convert(sink, workspace)
             if args.upcycle:
-                content["verification"] = _logits(args, sink.source, workspace.output)
+                result = compare_logits(sink.source, workspace.output, args.verify_layers)
+                note(result.line())
+                content["verification"] = result.as_dict()
+            elif args.remade is not None:
+                content["verification"] = sink.source.verified(workspace.output, args.sequences)
             elif args.verify:
                 content["verification"] = _parity(args, workspace.output).as_dict()
             return _publish(args, workspace, content)
@@ -198,8 +216,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--ema: is for --from native --to native and --to hf, and a step's own average")
     if args.ema and verifies:
         raise ConfigError("--ema: --verify compares with the step's weights, which are others; drop one of the two")
-    _check_upcycling(args, way)
-    if (verifies or args.verify_layers is not None) and "hf" not in way and not args.upcycle:
+    _check_remaking(args, way)
+    if (verifies or args.verify_layers is not None) and "hf" not in way and args.remade is None:
         raise ConfigError("--verify: compares with a Hugging Face folder; hashes of checkpoints are compared anyway")
     if args.transformer_impl is not None and args.target != "megatron":
         raise ConfigError(f"--transformer-impl {args.transformer_impl}: is for --to megatron")
@@ -255,34 +273,57 @@ def _check(args: argparse.Namespace) -> None:
         require_free(save, load)
 
 
-def _check_upcycling(args: argparse.Namespace, way: tuple[str, str]) -> None:
-    """Refuse flags that do not go with upcycling, and those of upcycling without it."""
-    if not args.upcycle:
-        for name in _UPCYCLING:
-            if getattr(args, name) is not None:
-                flag = f"--{name.replace('_', '-')}"
-                raise ConfigError(f"{flag} {getattr(args, name)}: says how a dense model is upcycled; add --upcycle")
+def _check_remaking(args: argparse.Namespace, way: tuple[str, str]) -> None:
+    """Check the flags that make another model of one; sets `args.remade` to the flag that does, or None."""
+    given = {"--upcycle": args.upcycle or None}
+    for kind in _CHANGES:
+        given[f"--{kind}-experts"] = getattr(args, f"{kind}_experts")
+    flags = [flag for flag, value in given.items() if value is not None]
+    args.remade = flag = flags[0] if flags else None
+    if len(flags) > 1:
+        raise ConfigError(f"{' and '.join(flags)}: each makes another model; do one after the other")
+    others = {"--upcycle": _UPCYCLING[:-1], "--prune-experts, --merge-experts or --reinit-experts": ("tokens", "texts")}
+    for needed, names in (*others.items(), ("--upcycle or --reinit-experts", ("seed",))):
+        for name in names:
+            if getattr(args, name) is not None and (flag is None or flag not in needed):
+                shown = "text-file" if name == "texts" else name.replace("_", "-")
+                raise ConfigError(f"--{shown}: is for {needed}, which is not there; drop it")
+    if flag is None:
         return
     if way[0] == "megatron" or way[1] != "native":
         raise ConfigError(
-            f"--upcycle: is for --from native or hf, --to native; from {way[0]} to {way[1]} is done in two steps, the "
-            "other one by megatron-moe convert without it"
+            f"{flag}: is for --from native or hf, --to native; from {way[0]} to {way[1]} is done in two steps, the "
+            "other one without it"
         )
     if args.average_steps is not None or args.ema:
-        flag = "--ema" if args.ema else "--average-steps"
-        raise ConfigError(f"--upcycle: its logits are compared with those of one step; convert with {flag} first")
+        other = "--ema" if args.ema else "--average-steps"
+        raise ConfigError(f"{flag}: the new model is compared with one step; convert with {other} first")
     if args.verify or args.verify_only:
-        raise ConfigError("--upcycle, --verify: the logits of both models are compared anyway; leave --verify out")
-    for name, least in (("moe_upcycling_granularity", 1), ("upcycle_noise", 0), ("upcycle_seed", 0)):
+        raise ConfigError(f"{flag}, --verify: both models are compared anyway; leave --verify out")
+    for name, least in (("moe_upcycling_granularity", 1), ("upcycle_noise", 0), ("seed", 0)):
         value = getattr(args, name)
         if value is not None and not (least <= value < float("inf")):
             raise ConfigError(f"--{name.replace('_', '-')} {value}: has to be at least {least}, and finite")
-    there = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[locate(Path(args.load), args.ckpt_step).dtype]
+    model = locate(Path(args.load), args.ckpt_step)
+    there = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[model.dtype]
     if args.dtype not in (None, "fp32", there):
         raise ConfigError(
-            f"--upcycle, --dtype {args.dtype}: rounds the weights, which are {there}, and the logits are to stay the "
-            f"dense model's; convert the result with --dtype {args.dtype}"
+            f"{flag}, --dtype {args.dtype}: rounds the weights, which are {there}, and the two models could not be "
+            f"compared; convert the result with --dtype {args.dtype}"
         )
+    args.sequences = None
+    if flag == "--upcycle":
+        return
+    if args.verify_layers is not None:
+        raise ConfigError(f"{flag}, --verify-layers {args.verify_layers}: the loss is that of all layers; drop it")
+    if (args.tokens is None) == (args.texts is None):
+        raise ConfigError(f"{flag}: needs the tokens that the load is measured on: either --tokens or --text-file")
+    from megatron_moe_tools.models.sequences import sequences_of_file, sequences_of_texts
+
+    if args.tokens is not None:
+        args.sequences = sequences_of_file(args.tokens, model)
+    else:
+        args.sequences = sequences_of_texts(args.texts, model, tokenizer_of_model(model))
 
 
 def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
@@ -338,16 +379,8 @@ def _planned(args: argparse.Namespace) -> ConversionSink:
     load = Path(args.load)
     if args.origin == "megatron":
         return NativeSink(MegatronSource(open_checkpoint(load, args.ckpt_step), options, args.given))
-    if args.upcycle:
-        from megatron_moe_tools.convert.upcycle_plan import UpcycleFlags
-        from megatron_moe_tools.convert.upcycling import UpcycledSource
-
-        flags = UpcycleFlags(*(getattr(args, name) for name in _UPCYCLING))
-        model, options = locate(load, args.ckpt_step), replace(options, no_optim=True)
-        dense: ConversionSource = NativeSource(model.path, options, model.notes)
-        if args.origin == "hf":
-            dense = HuggingFaceSource(HFFolder.open(load), options)
-        return NativeSink(UpcycledSource(dense, model.run, args.given, flags))
+    if args.remade is not None:
+        return NativeSink(_remade(args, replace(options, no_optim=True)))
     if args.origin == "hf":
         return NativeSink(HuggingFaceSource(HFFolder.open(load), options))
     if args.average_steps is not None:
@@ -360,6 +393,25 @@ def _planned(args: argparse.Namespace) -> ConversionSink:
         impl = args.transformer_impl or "transformer_engine"
         return MegatronSink(native, model, impl, args.expert_model_parallel_size)
     return NativeSink(native)
+
+
+def _remade(args: argparse.Namespace, options: ConversionOptions) -> UpcycledSource | ChangedExperts:
+    """Return the source that makes another model of the one in --load."""
+    from megatron_moe_tools.convert.expert_changes import ChangedExperts, ExpertChange
+    from megatron_moe_tools.convert.hugging_face import HuggingFaceSource
+    from megatron_moe_tools.convert.native import NativeSource
+    from megatron_moe_tools.convert.upcycle_plan import UpcycleFlags
+    from megatron_moe_tools.convert.upcycling import UpcycledSource
+
+    model = locate(Path(args.load), args.ckpt_step)
+    of: ConversionSource = NativeSource(model.path, options, model.notes)
+    if args.origin == "hf":
+        of = HuggingFaceSource(HFFolder.open(model.path), options)
+    if args.upcycle:
+        return UpcycledSource(of, model.run, args.given, UpcycleFlags(*(getattr(args, name) for name in _UPCYCLING)))
+    kind = next(kind for kind in _CHANGES if getattr(args, f"{kind}_experts") is not None)
+    change = ExpertChange(kind, getattr(args, f"{kind}_experts"), *() if args.seed is None else (args.seed,))
+    return ChangedExperts(of, model, change, args.sequences)
 
 
 def _publish(args: argparse.Namespace, workspace: Workspace, content: dict[str, Any]) -> int:
@@ -379,15 +431,6 @@ def _publish(args: argparse.Namespace, workspace: Workspace, content: dict[str, 
     workspace.publish()
     print(f"{target}: {content['blocks']} blocks, each read again and made back; {CERTIFICATE} says so")
     return DONE
-
-
-def _logits(args: argparse.Namespace, source: Any, output: Path) -> dict[str, Any]:
-    """Compare the logits of an upcycled model with the dense model's."""
-    from megatron_moe_tools.convert.upcycling import compare_logits
-
-    result = compare_logits(source, output, args.verify_layers)
-    note(result.line())
-    return result.as_dict()
 
 
 def _parity(args: argparse.Namespace, output: Path) -> Parity:

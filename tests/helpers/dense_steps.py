@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megatron_moe.config.schema import build
-from megatron_moe.hf.families import DEEPSEEK
+from megatron_moe.hf.family import DEEPSEEK
 from megatron_moe.hf.mapping import mapping
 from megatron_moe_tools.convert.native import MemorySource, NativeSink
 from megatron_moe_tools.convert.pipeline import convert

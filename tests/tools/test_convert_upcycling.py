@@ -76,8 +76,8 @@ def test_every_kind_computes_the_logits_of_the_dense_model(dense, tmp_path, kind
     experts = plan["experts_of_a_layer"]
     assert plan["experts"] == len(experts) * (sum(plan["moe_layers"]) + (settings == "prediction"))
     assert len({(one["copy"], one["part"]) for one in experts}) == len(experts) == plan["parts"] * plan["copies"]
-    used = {row["source"]["key"] for row in content["tensors"] if "source" in row}
-    assert len(used) == plan["dense_tensors"]
+    used = {source["key"] for row in content["tensors"] for source in row["sources"]}
+    assert len(used) == plan["source_tensors"]
 
 
 def test_an_upcycled_model_trains_with_depths_of_prediction_and_a_bias_that_the_dense_one_lacks(gloo, dense, tmp_path):
@@ -123,8 +123,8 @@ def twice(expert: int) -> int:
 
 
 def with_units(of: Any, key: str) -> Any:
-    """A `_recipe` that takes the hidden units of another expert for one tensor of the experts."""
-    recipe = UpcycledSource._recipe
+    """A `recipe` that takes the hidden units of another expert for one tensor of the experts."""
+    recipe = UpcycledSource.recipe
 
     def wrong(source: UpcycledSource, block: Any) -> Any:
         found = recipe(source, block)
@@ -143,7 +143,7 @@ def without_equal_rows(source: UpcycledSource, block: Any) -> Any:
     return dataclasses.replace(RECIPE(source, block), repeats=1)
 
 
-RECIPE = UpcycledSource._recipe
+RECIPE = UpcycledSource.recipe
 WRONG: dict[str, tuple[Any, int, str]] = {
     "parts in another order in one matrix": (with_units(swapped, "weight2"), 1, "FAILED"),
     "a part twice and another never": (with_units(twice, ("weight1", "weight2")), 2, "each is to be there 4 times"),
@@ -155,7 +155,7 @@ WRONG: dict[str, tuple[Any, int, str]] = {
 @pytest.mark.parametrize("fault", WRONG)
 def test_a_wrong_expert_is_found_and_nothing_is_published(dense, tmp_path, capsys, monkeypatch, fault):
     recipe, status, message = WRONG[fault]
-    monkeypatch.setattr(UpcycledSource, "_recipe", recipe)
+    monkeypatch.setattr(UpcycledSource, "recipe", recipe)
     line = words("native", "native", dense("tied"), tmp_path / "moe", "--upcycle", *KINDS["granular"].split())
     assert main(line) == status
     assert message in capsys.readouterr().err and not (tmp_path / "moe").exists()
@@ -213,4 +213,4 @@ def test_experts_that_half_precision_would_round_and_sources_with_experts_are_re
     assert main(words("native", "hf", dense("tied"), tmp_path / "hf", "--upcycle", *third)) == 2
     assert "is done in two steps" in capsys.readouterr().err
     assert main(words("native", "native", dense("tied"), tmp_path / "moe", "--upcycle-noise", "1")) == 2
-    assert "add --upcycle" in capsys.readouterr().err
+    assert "is for --upcycle, which is not there" in capsys.readouterr().err
