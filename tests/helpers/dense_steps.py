@@ -28,7 +28,9 @@ def step_of(path: Path, *, seed: int = 0, **settings: Any) -> Path:
         values = torch.randn(shape, generator=generator)
         if "norm" in key:
             values = 1 + 0.25 * values
-        elif not key.endswith(("bias", "word_embeddings.weight")):
+        elif key.endswith("expert_bias"):
+            values *= 0.05
+        elif not key.endswith("bias"):
             values *= shape[-1] ** -0.5
         tensors[key] = values if key.endswith("expert_bias") else values.to(dtype)
     sink = NativeSink(MemorySource(run, tensors, {}, None))
