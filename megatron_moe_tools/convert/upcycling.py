@@ -91,7 +91,9 @@ class UpcycledSource(RemadeSource):
             return Recipe(gate_and_up, units=(0, plan.shared))
         if name == f"shared_experts.{DOWN}":
             return Recipe(down, units=(0, plan.shared), times=plan.shared_scale)
-        return Recipe(None)  # expert_bias, and the gate of the shared expert
+        if name in ("router.expert_bias", "shared_experts.gate_weight"):
+            return Recipe(None)
+        raise ConfigError(f"--upcycle: {block.key}: nothing of a dense model is known that it could be made of")
 
     def require_coverage(self, rows: list[Row]) -> None:
         """Check that every tensor of the dense model was used, and each part of an MLP equally often."""
