@@ -31,10 +31,9 @@ from megatron_moe_tools.models.source import locate, tokenizer_of_model
 NAME = "megatron-moe convert"
 
 if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
-    from megatron_moe_tools.convert.expert_changes import ChangedExperts
     from megatron_moe_tools.convert.parity import Parity
     from megatron_moe_tools.convert.pipeline import ConversionOptions, ConversionSink, ConversionSource
-    from megatron_moe_tools.convert.upcycling import UpcycledSource
+    from megatron_moe_tools.convert.remade import RemadeSource
     from megatron_moe_tools.convert.workspace import Workspace
 
 DONE, NOT_VERIFIED = 0, 1
@@ -157,10 +156,11 @@ def run(argv: list[str]) -> int:
         from megatron_moe_tools.convert.parity import require_memory_to_verify
 
         require_memory_to_verify(locate(load, args.ckpt_step, args.family), args.verify_layers)
-    if args.upcycle:
-        from megatron_moe_tools.convert.upcycling import compare_logits, require_memory_to_compare
+    from megatron_moe_tools.convert.remade import RemadeSource
 
-        require_memory_to_compare(sink.source, args.verify_layers)
+    remade = sink.source if isinstance(sink.source, RemadeSource) else None
+    if remade is not None:
+        remade.require_memory(args.verify_layers)
     for line in (*sink.source.notes, *sink.source.warnings):
         note(line)
     if args.dry_run:
@@ -181,12 +181,8 @@ def run(argv: list[str]) -> int:
     with workspace.open():
         try:
             content = convert(sink, workspace)
-            if args.upcycle:
-                result = compare_logits(sink.source, workspace.output, args.verify_layers)
-                note(result.line())
-                content["verification"] = result.as_dict()
-            elif args.remade is not None:
-                content["verification"] = sink.source.verified(workspace.output, args.sequences)
+            if remade is not None:
+                content["verification"] = remade.compared(workspace.output, args.verify_layers)
             elif args.verify:
                 content["verification"] = _parity(args, workspace.output).as_dict()
             return _publish(args, workspace, content)
@@ -395,7 +391,7 @@ def _planned(args: argparse.Namespace) -> ConversionSink:
     return NativeSink(native)
 
 
-def _remade(args: argparse.Namespace, options: ConversionOptions) -> UpcycledSource | ChangedExperts:
+def _remade(args: argparse.Namespace, options: ConversionOptions) -> RemadeSource:
     """Return the source that makes another model of the one in --load."""
     from megatron_moe_tools.convert.expert_changes import ChangedExperts, ExpertChange
     from megatron_moe_tools.convert.hugging_face import HuggingFaceSource

@@ -144,7 +144,7 @@ class ChangedExperts(RemadeSource):
         super().__init__(of, model.run)
         new = require_possible(self.old, change, f"--load {of.path}")
         note(f"measuring the experts' load on {int(sequences.lengths.sum())} tokens")
-        self.change, self.before = change, measured(locate(model.path), sequences)
+        self.change, self.sequences, self.before = change, sequences, measured(locate(model.path), sequences)
         groups = self.old.moe.moe_router_num_groups or 1
         self.members: dict[int, list[Members]] = {}
         layers = []
@@ -199,7 +199,7 @@ class ChangedExperts(RemadeSource):
 
     def require_coverage(self, rows: list[Row]) -> None:
         """Check that each layer's experts, rows and biases are of the same experts, each used once at most."""
-        wrong, layers = [], dict[str, dict[str, list[Any]]]()
+        wrong, layers = list[str](), dict[str, dict[str, list[Any]]]()
         used = set()
         for row in rows:
             key, recipe = row["native"]["key"], row["recipe"]
@@ -225,9 +225,8 @@ class ChangedExperts(RemadeSource):
         if wrong:
             raise ConfigError(listing(f"--load {self.path}: experts and router are not of the same experts:", wrong))
 
-    def verified(self, output: Path, sequences: Sequences) -> dict[str, Any]:
-        """Return the losses on the tokens, before and after, for the certificate, and say them."""
-        after = measured(locate(output), sequences)
+    def compared(self, output: Path, layers: int | None) -> dict[str, Any]:
+        after = measured(locate(output), self.sequences)
         note(
             f"loss {after.loss:.4f} on {after.tokens} tokens, {self.before.loss:.4f} before: "
             f"{after.loss - self.before.loss:+.4f}"

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 from abc import abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -85,6 +86,7 @@ class RemadeSource(ConversionSource):
     """
 
     kind: ClassVar[str] = "remade"
+    direction: ClassVar[str]
     run: Run
 
     def __init__(self, of: ConversionSource, run: Run) -> None:
@@ -121,6 +123,14 @@ class RemadeSource(ConversionSource):
         self.dtype = dtype_name(self.dtypes[f"decoder.layers.0.self_attention.{_PROJECTION}"])
         self.summary = model_words(run, self.family or "no family", self.dtype)
         self.notes.append(f"{self.direction}: {words}")
+
+    def require_memory(self, layers: int | None) -> None:
+        """Check that each model, cut to so many layers, fits into memory. Raises ConfigError: it does not."""
+        return
+
+    @abstractmethod
+    def compared(self, output: Path, layers: int | None) -> dict[str, Any]:
+        """Return how the output differs from the source, for the certificate, with `passed`, and say it."""
 
     @abstractmethod
     def recipe(self, block: Block) -> Recipe:
@@ -223,7 +233,7 @@ class RemadeSource(ConversionSource):
         for key, shape in self.shapes.items():
             experts += shape[0] * key.endswith(EXPERTS[0])
         counts = {"source_tensors": len(self.of.shapes), "experts": experts, "settings": self.changed}
-        about = {"family": self.family, "dtype": self.dtype, "iteration": 0, "dropped": []}
+        about: dict[str, Any] = {"family": self.family, "dtype": self.dtype, "iteration": 0, "dropped": []}
         return {**about, self.direction: {**self._plan, **counts}}
 
 

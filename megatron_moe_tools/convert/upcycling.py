@@ -117,6 +117,44 @@ class UpcycledSource(RemadeSource):
         if wrong:
             raise ConfigError(listing(f"--load {self.path}: not every tensor is used as planned:", wrong))
 
+    def require_memory(self, layers: int | None) -> None:
+        total, first = self.run.model.num_layers, self.run.derived.moe_layer_pattern.index(1)
+        if layers is not None and not first < layers <= total:
+            raise ConfigError(
+                f"--verify-layers {layers}: the model has {total} layers, and layer {first} is the first with experts; "
+                "it has to be among those that are compared"
+            )
+        run, remedy = one_process(self.run, layers=layers), "--verify-layers N compares the first N layers"
+        require_memory(locate(self.path), run, 4, working_bytes(run, *_TOKENS, False), remedy)
+
+    def compared(self, output: Path, layers: int | None) -> dict[str, Any]:
+        note("verifying: logits of both models in fp32")
+        first, second = locate(self.path), locate(output)
+        sequences, length = _TOKENS[0], min(_TOKENS[1], first.run.derived.max_position_embeddings)
+        generator = torch.Generator().manual_seed(self.plan.seed)
+        tokens = torch.randint(0, first.run.model.vocab_size or 0, (sequences, length), generator=generator)
+        traces: list[Trace] = []
+        for source in (first, second):  # one at a time in memory
+            with load_model(source, layers=layers) as found:
+                traces.append(trace(found, tokens))
+        before, after = traces
+        depths = None
+        if before.mtp_logits is not None and after.mtp_logits is not None:
+            depths = _relative(before.mtp_logits, after.mtp_logits)
+        result = LogitComparison(
+            sequences=sequences,
+            length=length,
+            layers=layers or first.run.model.num_layers,
+            difference=float((before.logits - after.logits).abs().max()),
+            relative=_relative(before.logits, after.logits),
+            relative_of_depths=depths,
+            dense_loss=float(before.loss),
+            loss=float(after.loss),
+            promised=self.plan.promised,
+        )
+        note(result.line())
+        return {**dataclasses.asdict(result), "passed": result.passed}
+
 
 # ---- The certificate.
 
@@ -145,10 +183,6 @@ class LogitComparison:
         largest = max(self.relative, self.relative_of_depths or 0.0)
         return self.promised is None or largest <= self.promised
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the comparison for a certificate."""
-        return {**dataclasses.asdict(self), "passed": self.passed}
-
     def line(self) -> str:
         """Return the comparison in a line."""
         bound = "nothing was promised, with noise" if self.promised is None else f"{self.promised:.0e} is promised"
@@ -157,51 +191,6 @@ class LogitComparison:
             f"{self.layers} layers the logits are {self.relative:.1e} from the dense model's, relative to a token's "
             f"largest; {bound}. Loss {self.loss:.6f}, dense {self.dense_loss:.6f}"
         )
-
-
-def require_memory_to_compare(source: UpcycledSource, layers: int | None) -> None:
-    """Check, before anything is written, that either model fits into memory. Raises ConfigError: it does not."""
-    total, pattern = source.run.model.num_layers, source.run.derived.moe_layer_pattern
-    if layers is not None and not pattern.index(1) < layers <= total:
-        raise ConfigError(
-            f"--verify-layers {layers}: the model has {total} layers, and layer {pattern.index(1)} is the first with "
-            "experts; it has to be among those that are compared"
-        )
-    run = one_process(source.run, layers=layers)
-    require_memory(
-        locate(source.path), run, 4, working_bytes(run, *_TOKENS, False), "--verify-layers N compares the first N"
-    )
-
-
-def compare_logits(upcycled: UpcycledSource, output: Path, layers: int | None) -> LogitComparison:
-    """Run the dense model and then the output, one at a time in memory. layers: the first so many; None: all.
-
-    Raises ConfigError: a side cannot be opened, or there is not enough memory.
-    """
-    note("verifying: logits of both models in fp32")
-    plan, first, second = upcycled.plan, locate(upcycled.path), locate(output)
-    sequences, length = _TOKENS[0], min(_TOKENS[1], first.run.derived.max_position_embeddings)
-    generator = torch.Generator().manual_seed(plan.seed)
-    tokens = torch.randint(0, first.run.model.vocab_size or 0, (sequences, length), generator=generator)
-    traces: list[Trace] = []
-    for source in (first, second):
-        with load_model(source, layers=layers) as found:
-            traces.append(trace(found, tokens))
-    before, after = traces
-    depths = None
-    if before.mtp_logits is not None and after.mtp_logits is not None:
-        depths = _relative(before.mtp_logits, after.mtp_logits)
-    return LogitComparison(
-        sequences=sequences,
-        length=length,
-        layers=layers or first.run.model.num_layers,
-        difference=float((before.logits - after.logits).abs().max()),
-        relative=_relative(before.logits, after.logits),
-        relative_of_depths=depths,
-        dense_loss=float(before.loss),
-        loss=float(after.loss),
-        promised=plan.promised,
-    )
 
 
 def _relative(wanted: Tensor, found: Tensor) -> float:
