@@ -400,9 +400,11 @@ def _remade(args: argparse.Namespace, options: ConversionOptions) -> RemadeSourc
     from megatron_moe_tools.convert.upcycling import UpcycledSource
 
     model = locate(Path(args.load), args.ckpt_step)
-    of: ConversionSource = NativeSource(model.path, options, model.notes)
+    of: ConversionSource
     if args.origin == "hf":
         of = HuggingFaceSource(HFFolder.open(model.path), options)
+    else:
+        of = NativeSource(model.path, options, model.notes)
     if args.upcycle:
         return UpcycledSource(of, model.run, args.given, UpcycleFlags(*(getattr(args, name) for name in _UPCYCLING)))
     kind = next(kind for kind in _CHANGES if getattr(args, f"{kind}_experts") is not None)
