@@ -39,6 +39,7 @@ class CheckpointSource:
     def weights_only(self) -> bool:
         """Whether the step was converted, not trained: it has no optimizer, schedule or data to go on with."""
         imported = self.state.get(origin.FOLDER) is not None or origin.is_of_megatron(self.state)
+        imported = imported or folder.MADE in self.state
         return imported and not self.state.get("has_optimizer") and "scheduler" not in self.state
 
 
