@@ -203,8 +203,8 @@ class ReorderedNormLayer(TransformerLayer):
         super().__init__(config, submodules, *args, **options)
         self.post_self_attn_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-        self.self_attn_bda = partial(_normed_before, self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda = partial(_normed_before, self.post_mlp_layernorm, self.mlp_bda)
+        self.self_attn_bda = partial(_normed_before, self.post_self_attn_layernorm, self.self_attn_bda)  # type: ignore[has-type]
+        self.mlp_bda = partial(_normed_before, self.post_mlp_layernorm, self.mlp_bda)  # type: ignore[has-type]
 
 
 def _normed_before(
