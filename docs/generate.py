@@ -268,15 +268,18 @@ The dtype of every kind of tensor in a bf16 run, checked while it trains ([preci
 def figures_page(topic: Path) -> str:
     """Return the measurements of a topic, each with the command that repeats it."""
     facts = yaml.safe_load(topic.read_text(encoding="utf-8"))
-    rows = []
+    rows, above = [], ("", "")
     for row in facts["rows"]:
         what = f"{row['what']} ({row['note']})" if "note" in row else row["what"]
-        rows.append((what, str(row["value"]), row["where"], f"`{row['command']}`"))
+        conditions = (row["where"], f"`{row['command']}`")
+        shown = tuple("" if cell == before else cell for cell, before in zip(conditions, above))
+        rows.append((what, str(row["value"]), *shown))
+        above = conditions
     return f"""# {facts["title"]}
 
 {NOTE}
 
-{facts["about"]}
+{facts["about"]} An empty cell is as above.
 
 {table(("what", "measured", "on", "repeat it with"), rows)}
 """
