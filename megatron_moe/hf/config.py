@@ -98,6 +98,12 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
         raise keys.refusal(keys.spelled(("dtype", "torch_dtype")), "weights are bfloat16, float16 or float32")
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     predictions = keys.integer(*names, low=0, high=MOST_LAYERS, default=0)
+    if family.names.unread is not None and (predictions or has_prediction_layers):
+        keys.notes.append(
+            f"WARNING: {family.name}'s layers of multi-token prediction are not read, as in transformers: the model is "
+            "trained and written without them"
+        )
+        predictions, has_prediction_layers = 0, False
     if not family.predicts and (predictions or has_prediction_layers):
         raise keys.refusal(names[0], f"{family.name} has no multi-token prediction here; 0 works")
     if has_prediction_layers and not predictions:
@@ -353,8 +359,9 @@ def settings_of(folder: HFFolder, where: str) -> FolderSettings:
     Its tensors decide whether there are layers of multi-token prediction: transformers does not save these, but leaves
     their number in the configuration.
     """
-    layers = folder.config.get("num_hidden_layers")
-    extra = isinstance(layers, int) and any(name.startswith(f"model.layers.{layers}.") for name in folder.tensors)
+    layers, unread = folder.config.get("num_hidden_layers"), family_of(folder.config, where).names.unread
+    further = (*([f"model.layers.{layers}."] if isinstance(layers, int) else []), *([unread] if unread else []))
+    extra = any(name.startswith(further) for name in folder.tensors)
     return settings(folder.config, has_prediction_layers=extra, where=where)
 
 

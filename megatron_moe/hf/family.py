@@ -15,9 +15,10 @@ class TensorNames:
     """The names of those tensors that families name differently; those of a layer are relative to it.
 
     model: prefix of all tensors but the output layer. norms: before attention and before the MLP. head_norms: of
-    queries and of keys. experts: prefix of an expert's matrices, {e} being its number; without it all experts are in each. matrices: names of gate, up and
-    down; two names are of gate and up in one, and down. router: the gate's weight. router_bias: its expert_bias, which is [1, E] where `bias_is_row`. shared: prefix of
-    the shared expert; its gate is named `shared_gate`.
+    queries and of keys. experts: prefix of an expert's matrices, {e} being its number; without it each tensor holds all
+    experts. matrices: names of gate, up and down; with two names, of gate and up in one, and of down. router: the
+    gate's weight. router_bias: its expert_bias, which is [1, E] where `bias_is_row`. shared: prefix of the shared
+    expert; its gate is named `shared_gate`. unread: prefix of tensors that neither transformers nor we read.
     """
 
     model: str = "model."
@@ -30,6 +31,7 @@ class TensorNames:
     bias_is_row: bool = False
     shared: str = "mlp.shared_experts."
     shared_gate: str = "mlp.shared_expert_gate.weight"
+    unread: str | None = None
 
 
 DEEPSEEK = TensorNames()

@@ -62,11 +62,13 @@ class Mapping:
     shapes: the shapes of our tensors, by key.
     copies: names that a folder may contain in addition, each with the name of the tensor that it has to be equal to: a
         tied output layer, and the tables that the layers of multi-token prediction share with the model.
+    unread: prefix of names that a folder may contain in addition, and that are left out; None: there are none.
     """
 
     pieces: tuple[MappedBlock, ...]
     shapes: dict[str, Shape]
     copies: dict[str, str]
+    unread: str | None = None
 
     @property
     def by_place(self) -> dict[tuple[str, Shape], MappedBlock]:
@@ -191,7 +193,7 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
         shapes[piece.key] = piece.transform.native_shape
         if piece.key.endswith(("experts.weight1", "experts.weight2")):
             shapes[piece.key] = (run.moe.num_experts or 0, *piece.transform.native_shape[1:])
-    return Mapping(tuple(pieces), shapes, copies)
+    return Mapping(tuple(pieces), shapes, copies, names.unread)
 
 
 def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[MappedBlock]:
@@ -242,7 +244,8 @@ def require_tensors(table: Mapping, found: Named[str, Shape], where: str) -> tup
         )
     wanted = table.hf_shapes
     copies = [name for name in table.copies if name in found]
-    dropped = sorted(name for name in found if name.endswith(_RECOMPUTED))
+    unread = () if table.unread is None else table.unread
+    dropped = sorted(name for name in found if name.endswith(_RECOMPUTED) or name.startswith(unread))
     unknown = sorted(found.keys() - wanted.keys() - set(copies) - set(dropped))
     expected = {**wanted, **{name: wanted[table.copies[name]] for name in copies}}
     lines = [f"missing: {name}" for name in sorted(wanted.keys() - found.keys())]

@@ -81,7 +81,8 @@ class HuggingFaceSource(ConversionSource):
         stored = self.reader.folder.shapes()
         self.table = mapping(build(described.flat), self.family.names)
         copies, self.ignored = require_tensors(self.table, stored, where)
-        self.notes += map("{} follows from the configuration and is left out".format, self.ignored)
+        recomputed = [name for name in self.ignored if not name.startswith(self.table.unread or ())]
+        self.notes += map("{} follows from the configuration and is left out".format, recomputed)
         flat = dict(described.flat)
         self.dropped: list[str] = []
         if options.drop_mtp:
@@ -223,6 +224,11 @@ class HuggingFaceSink(ConversionSink):
         self.table = mapping(self.run, self.family.names)
         source.names = set(self.table.hf_shapes)
         self._pieces = self.table.by_place
+        if self.options.fp8 and "{e}" not in self.family.names.experts:
+            raise ConfigError(
+                f"--dtype fp8: {self.family.name} holds a layer's experts in one tensor, and blocks are parts of a "
+                "matrix; --dtype bf16 works"
+            )
         if self.options.fp8:
             source.notes += uneven_blocks(self.table.pieces)
         self.dropped: list[str] = []

@@ -49,8 +49,9 @@ _ERNIE: dict[str, Any] = {
     "rope_parameters": _PLAIN,
 }  # fmt: skip
 _GRANITE: dict[str, Any] = {
-    **_GROUPED_QUERY, "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "rms_norm_eps": 1e-5,
-    "residual_multiplier": 0.4, "logits_scaling": 2.5, "attention_multiplier": 0.17, "rope_parameters": _PLAIN,
+    **_GROUPED_QUERY, "num_local_experts": 8, "num_experts_per_tok": 3, "rms_norm_eps": 1e-5,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5, "attention_multiplier": 0.17,
+    "rope_parameters": _PLAIN,
 }  # fmt: skip
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

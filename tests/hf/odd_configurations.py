@@ -348,8 +348,10 @@ def _instead(name: str, other: Any) -> Callable[[Settings], Settings | None]:
     """Another value of a setting; `other` may be a function of the right one."""
 
     def changed(flat: Settings) -> Settings | None:
-        value = other(flat.get(name)) if callable(other) else other
-        return None if flat.get(name) is None or value == flat[name] else {name: value}
+        if flat.get(name) is None:
+            return None
+        value = other(flat[name]) if callable(other) else other
+        return None if value == flat[name] else {name: value}
 
     return changed
 

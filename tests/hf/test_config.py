@@ -20,6 +20,8 @@ from megatron_moe.config.schema import Run, build, flatten, replace
 from megatron_moe.hf import config as hf_config
 from megatron_moe.hf.config import family_of_run, filled_in
 from megatron_moe.hf.families import FAMILIES
+from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.mapping import mapping, require_tensors
 from megatron_moe.model import mla
 from megatron_moe_tools import compat
 from tests.config.refused import refused
@@ -246,6 +248,18 @@ def test_prediction_layers_are_read_where_their_tensors_are(case):
     assert "WARNING" in without.notes[0] and "num_nextn_predict_layers 2" in without.notes[0]
     run = build(read(promised, prediction=True).flat)
     assert hf_config.config_of(run, family_of_run(run), "bfloat16")["num_nextn_predict_layers"] == 2
+
+
+def test_ernies_layers_of_prediction_are_left_out_with_a_warning(tmp_path):
+    (note,) = read({**saved("ernie4-5-moe"), "num_nextn_predict_layers": 1}).notes
+    assert "WARNING" in note and "not read" in note
+    with_block = folder(tmp_path, "ernie4-5-moe")
+    save_file({"model.mtp_block.0.mlp.gate.weight": torch.ones(8, 64)}, with_block / "model.safetensors")
+    described = hf_config.settings_of(HFFolder.open(with_block), "--load-hf folder")
+    assert described.notes == [note] and described.flat == read(saved("ernie4-5-moe")).flat
+    table = mapping(build(described.flat), described.family.names)
+    found = {**table.hf_shapes, "model.mtp_block.0.mlp.gate.weight": (8, 64)}
+    assert require_tensors(table, found, "folder") == ([], ["model.mtp_block.0.mlp.gate.weight"])
 
 
 def test_kimi_k2_in_blocks_of_fp8_is_read_as_deepseek_v3():
