@@ -34,7 +34,7 @@ def saved(case: str) -> dict:
     """config.json of a case, as transformers writes it."""
     if case not in SAVED:
         config = tiny_models.config(case)
-        config.architectures = [f"{tiny_models.CASES[case][0]}ForCausalLM"]
+        config.architectures = [tiny_models.model_class(case).__name__]
         SAVED[case] = json.loads(config.to_json_string())
     return copy.deepcopy(SAVED[case])
 
@@ -56,14 +56,14 @@ def test_both_spellings_say_the_same_without_a_note(case):
     v5 = read(saved(case))
     hub = read(tiny_models.hub_spelling(saved(case)))
     assert v5.flat == hub.flat
-    assert v5.notes == hub.notes == []
+    assert v5.notes == hub.notes and all("index_topk" in note for note in v5.notes)
     assert v5.family is hub.family
     # one that was trained here may be another family's too, whose format says the same
     run = build(v5.flat)
     assert hf_config.differences(run, read(hf_config.config_of(run, family_of_run(run), "bfloat16")).flat) == []
 
 
-@pytest.mark.parametrize("case", tiny_models.CASES)
+@pytest.mark.parametrize("case", [case for case in tiny_models.CASES if "text_config" not in saved(case)])
 def test_another_number_of_positions_leaves_the_model_as_it_was(case):
     before = saved(case)
     before["sliding_window"] = before["max_position_embeddings"]
@@ -78,7 +78,10 @@ def test_another_number_of_positions_leaves_the_model_as_it_was(case):
         assert theirs.rope_parameters == as_it_was.rope_parameters
 
 
-@pytest.mark.parametrize("case", tiny_models.CASES)
+WRITTEN = [case for case in tiny_models.CASES if read(saved(case)).family.without is None]
+
+
+@pytest.mark.parametrize("case", WRITTEN)
 def test_a_written_configuration_is_read_as_the_run_and_by_transformers(case):
     run = build(read(saved(case)).flat)
     written = hf_config.config_of(run, read(saved(case)).family, "bfloat16")
