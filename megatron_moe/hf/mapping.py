@@ -20,6 +20,8 @@ from megatron_moe.hf.transforms import (
     Copy,
     ExpertDown,
     ExpertGateUp,
+    ExpertsDown,
+    ExpertsGateThenUp,
     GateThenUp,
     QueryKeyValue,
     Reshape,
@@ -62,13 +64,24 @@ class Mapping:
     shapes: the shapes of our tensors, by key.
     copies: names that a folder may contain in addition, each with the name of the tensor that it has to be equal to: a
         tied output layer, and the tables that the layers of multi-token prediction share with the model.
-    unread: prefix of names that a folder may contain in addition, and that are left out; None: there are none.
+    carried: parts of the names of further tensors of a folder, which the model here does not have.
     """
 
     pieces: tuple[MappedBlock, ...]
     shapes: dict[str, Shape]
     copies: dict[str, str]
-    unread: str | None = None
+    carried: tuple[str, ...] = ()
+
+    def carries(self, name: str) -> bool:
+        """Whether a tensor of a folder is one that the model here does not have."""
+        return any(part in name for part in self.carried)
+
+    def left_out(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Sort tensors that are not used into those that follow from the configuration and those that are carried."""
+        found: dict[str, list[str]] = {"dropped": [], "carried": []}
+        for name in names:
+            found["carried" if self.carries(name) else "dropped"].append(name)
+        return found
 
     @property
     def by_place(self) -> dict[tuple[str, Shape], MappedBlock]:
@@ -137,9 +150,14 @@ def _mlp(run: Run, names: TensorNames, here: str, there: str, width: int) -> Ite
 
 
 def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
-    """Yield the rows of the MLP of a MoE layer without the routed experts."""
+    """Yield the rows of the MLP of a MoE layer without routed experts that have tensors of their own."""
     moe, hidden, experts = run.moe, run.model.hidden_size, run.moe.num_experts or 0
     yield MappingRule("mlp.router.weight", (names.router,), Copy((experts, hidden)))
+    if names.stacked is not None:
+        sizes = (experts, run.derived.moe_ffn_hidden_size, hidden)
+        both, down = f"{names.stacked}gate_up_proj", f"{names.stacked}down_proj"
+        yield MappingRule("mlp.experts.weight1", (both,), ExpertsGateThenUp(*sizes))
+        yield MappingRule("mlp.experts.weight2", (down,), ExpertsDown(*sizes))
     if moe.moe_router_enable_expert_bias:
         bias = Reshape((1, experts), (experts,)) if names.bias_is_row else Copy((experts,))
         yield MappingRule("mlp.router.expert_bias", (names.router_bias,), bias, fp32=True)
@@ -147,9 +165,6 @@ def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
         yield from _mlp(run, names, "mlp.shared_experts.", names.shared, moe.moe_shared_expert_intermediate_size)
         if moe.moe_shared_expert_gate:
             yield MappingRule("mlp.shared_experts.gate_weight", (names.shared_gate,), Copy((1, hidden)))
-
-
-_OUTPUT = "lm_head.weight"
 
 
 def mapping(run: Run, names: TensorNames) -> Mapping:
@@ -167,10 +182,11 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
     whole = [MappingRule("embedding.word_embeddings.weight", (embedding,), table)]
     whole.append(MappingRule("decoder.final_layernorm.weight", (f"{names.model}norm.weight",), norm))
     copies: dict[str, str] = {}
-    if model.untie_embeddings_and_output_weights:
-        whole.append(MappingRule("output_layer.weight", (_OUTPUT,), table))
+    untied = model.untie_embeddings_and_output_weights
+    if untied:
+        whole.append(MappingRule("output_layer.weight", (names.output,), table))
     else:
-        copies[_OUTPUT] = embedding
+        copies[names.output] = embedding
     pieces = list(_pieces(whole, "", ""))
     pattern = run.derived.moe_layer_pattern
     # The tensors of a depth of multi-token prediction, except those of its transformer layer.
@@ -187,13 +203,13 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
         pieces += _pieces(prediction, here, there)
         pieces += _layer(run, names, bool(pattern[-1]), f"{here}transformer_layer.", there)
         copies[f"{there}embed_tokens.weight"] = embedding
-        copies[f"{there}shared_head.head.weight"] = _OUTPUT if model.untie_embeddings_and_output_weights else embedding
+        copies[f"{there}shared_head.head.weight"] = names.output if untied else embedding
     shapes: dict[str, Shape] = {}
     for piece in pieces:
         shapes[piece.key] = piece.transform.native_shape
         if piece.key.endswith(("experts.weight1", "experts.weight2")):
             shapes[piece.key] = (run.moe.num_experts or 0, *piece.transform.native_shape[1:])
-    return Mapping(tuple(pieces), shapes, copies, names.unread)
+    return Mapping(tuple(pieces), shapes, copies, names.carried)
 
 
 def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[MappedBlock]:
@@ -202,6 +218,8 @@ def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) ->
         yield from _pieces(_mlp(run, names, "mlp.", "mlp.", run.derived.ffn_hidden_size), here, there)
         return
     yield from _pieces(_moe(run, names), here, there)
+    if names.stacked is not None:
+        return
     *gate_and_up, down = (f"{there}{names.experts}{matrix}.weight" for matrix in names.matrices)
     experts, width, hidden = run.moe.num_experts or 0, run.derived.moe_ffn_hidden_size, run.model.hidden_size
     if "{e}" not in names.experts:
@@ -235,17 +253,16 @@ def require_tensors(table: Mapping, found: Named[str, Shape], where: str) -> tup
     Raises:
         ConfigError: tensors are missing, unknown or of another shape; the message lists them.
     """
+    wanted = table.hf_shapes
     fused = next((name for name in found if name.endswith(".experts.gate_up_proj")), None)
-    if fused is not None:
+    if fused is not None and fused not in wanted:
         raise ConfigError(
             f"{where}: {fused} holds the experts of a layer in one tensor, as transformers 5 does in memory, and "
             "folders have a matrix for each expert here; save the model with save_pretrained(PATH, "
             "save_original_format=True)"
         )
-    wanted = table.hf_shapes
     copies = [name for name in table.copies if name in found]
-    unread = () if table.unread is None else table.unread
-    dropped = sorted(name for name in found if name.endswith(_RECOMPUTED) or name.startswith(unread))
+    dropped = sorted(name for name in found if name.endswith(_RECOMPUTED) or table.carries(name))
     unknown = sorted(found.keys() - wanted.keys() - set(copies) - set(dropped))
     expected = {**wanted, **{name: wanted[table.copies[name]] for name in copies}}
     lines = [f"missing: {name}" for name in sorted(wanted.keys() - found.keys())]

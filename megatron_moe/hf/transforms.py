@@ -110,6 +110,32 @@ class ExpertDown(Transform):
         return [block[0]]
 
 
+class ExpertsGateThenUp(Transform):
+    """A transform of gate and up of all experts [E, H, 2 F], the gate's columns first, <-> [E, 2, F, H]."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        self.hf_shapes, self.native_shape = ((experts, hidden, 2 * width),), (experts, 2, width, hidden)
+
+    def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].unflatten(-1, (2, -1)).permute(0, 2, 3, 1).contiguous()
+
+    def to_hf(self, block: Tensor) -> list[Tensor]:
+        return [block.permute(0, 3, 1, 2).flatten(-2).contiguous()]
+
+
+class ExpertsDown(Transform):
+    """A transform of down of all experts [E, F, H] <-> [E, H, F]."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        self.hf_shapes, self.native_shape = ((experts, width, hidden),), (experts, hidden, width)
+
+    def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].transpose(1, 2).contiguous()
+
+    def to_hf(self, block: Tensor) -> list[Tensor]:
+        return [block.transpose(1, 2).contiguous()]
+
+
 class QueryKeyValue(Transform):
     """A transform of q [n d, ...], k [g d, ...] and v [g d, ...] <-> groups of n / g queries, a key and a value.
 

@@ -75,6 +75,9 @@ def parser() -> argparse.ArgumentParser:
                    "on the tokens")  # fmt: skip
     p.add_argument("--family", choices=sorted(FAMILIES), help="export as this family, with a new config.json; default: "
                    "the one it was imported from, or the one whose architecture it has")  # fmt: skip
+    p.add_argument("--carry-from", metavar="DIR", help="native to hf: the folder that the model was imported from, "
+                   "whose tensors of parts that models here do not have (an indexer, a vision model) are added as they "
+                   "are")  # fmt: skip
     p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a .safetensors file; default 5GB")
     p.add_argument("--drop-mtp", action="store_true", help="leave the layers of multi-token prediction out")
     p.add_argument("--no-optim", action="store_true", help="native, megatron: leave the optimizer's state out")
@@ -196,6 +199,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"{ALLOW}: is for --from hf and megatron, and for --verify; drop it")
     if args.family is not None and args.target != "hf":
         raise ConfigError(f"--family {args.family}: is for --to hf; a folder's config.json says what it is")
+    if args.carry_from is not None and way != ("native", "hf"):
+        raise ConfigError(f"--carry-from {args.carry_from}: is for --from native --to hf")
     if args.dtype == "fp8" and args.target != "hf":
         raise ConfigError("--dtype fp8: is for --to hf; a checkpoint here has its weights in bf16, fp16 or fp32")
     if args.dtype == "fp8" and args.verify:

@@ -350,6 +350,8 @@ class MegatronSink(TorchDistSink):
         default = replace(run, moe_router_norm_topk_prob=None).derived.norm_topk_prob
         if run.moe.num_experts is not None and run.derived.norm_topk_prob != default:
             wrong.append(f"--moe-router-norm-topk-prob {run.derived.norm_topk_prob}: it takes {default} for this one")
+        if run.model.dsa_indexer_topk is not None:
+            wrong.append(f"--dsa-indexer-topk {run.model.dsa_indexer_topk}: the step has no weights of the indexer")
         if wrong:
             raise ConfigError(listing(f"--load {source.path}: is a model that Megatron-LM does not have:", wrong))
         found = set(map(self._dtype, self.weights.keys() - self.fp32))

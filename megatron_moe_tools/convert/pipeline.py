@@ -56,6 +56,7 @@ class ConversionOptions:
     dtype: torch.dtype | None = None
     fp8: bool = False
     family: str | None = None
+    carry_from: str | None = None
     drop_mtp: bool = False
     no_optim: bool = False
     ema: bool = False

@@ -445,7 +445,7 @@ _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
 }
 """How tensors are named, which Megatron-LM reads before it asks for them: layers by their number."""
-_NOT_THERE = frozenset({"moe_router_group_score", "moe_router_norm_topk_prob"})
+_NOT_THERE = frozenset({"dsa_indexer_topk", "moe_router_group_score", "moe_router_norm_topk_prob"})
 """Settings that Megatron-LM has no argument for."""
 
 

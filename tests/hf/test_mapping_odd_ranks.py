@@ -76,7 +76,7 @@ def test_every_planted_error_is_seen(gloo: Any, tmp_path: Path, case: str) -> No
     right = Path(expected.folder)
     described = settings(HFFolder.open(right).config, has_prediction_layers=False, where=str(right))
     planted: dict[str, tuple[str, dict[str, Any]]] = {"none": (expected.folder, {})}
-    text = tiny_models.config(case, **odd.telling(case)).to_dict()
+    text = odd.text_of(tiny_models.config(case, **odd.telling(case)).to_dict())
     for error, tensors in odd.wrong_tensors(expected.tensors, described.family.names, text).items():
         folder = shutil.copytree(right, tmp_path / error)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -71,9 +71,9 @@ def reference(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.flo
     if dtype != torch.float32:
         model = type(model).from_pretrained(folder / "model", dtype=torch.float32)
     tensors = held(folder / "model")
-    batch = cases.batch_of(model.config.vocab_size)
+    batch = cases.batch_of(model.config.get_text_config().vocab_size)
     choices: dict[int, torch.Tensor] = {}
-    for layer, block in enumerate(model.model.layers):
+    for layer, block in enumerate(getattr(model.model, "language_model", model.model).layers):
         mlp = getattr(block, "block_sparse_moe", None) or block.mlp
         if hasattr(mlp, "experts"):
             keep = lambda module, args, layer=layer: choices.__setitem__(layer, args[1])  # noqa: E731
@@ -84,8 +84,11 @@ def reference(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.flo
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
-    model.save_pretrained(folder / "gradients")
-    gradients = {name: value for name, value in held(folder / "gradients").items() if "correction_bias" not in name}
+    tiny_models.save(model, folder / "gradients")
+    carried = family_of(json.loads((folder / "model" / "config.json").read_text()), case).names.carried
+    others = ("correction_bias", *carried)
+    gradients = {name: value for name, value in held(folder / "gradients").items() if not any(map(name.count, others))}
+    tensors = {name: value for name, value in tensors.items() if not any(map(name.count, carried))}
     return Reference(str(folder / "model"), logits.detach(), float(loss), choices, gradients, tensors)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_moe_tools.convert.cli import main
+from megatron_moe.config.errors import ConfigError
+from megatron_moe_tools.convert.cli import main, run
 from tests.helpers import tiny_models
 from tests.helpers.conversions import convert, held, unequal, words
 from tests.helpers.rows import rows
@@ -58,6 +59,33 @@ def test_there_and_back_nothing_changes(tmp_path, case):
     assert dtypes == {torch.bfloat16} and certificate["dtype"] == "bfloat16"
     for entry in certificate["source"]["files"].values():
         assert len(entry["sha256"]) == 64
+
+
+def test_tensors_that_models_here_do_not_have_come_from_the_folder_that_was_imported(tmp_path):
+    hf, native, other = tmp_path / "hf", tmp_path / "native", tmp_path / "other"
+    tiny_models.make("glm-moe-dsa", 3, hf, torch.bfloat16)
+    tiny_models.make("glm-moe-dsa", 4, other, torch.bfloat16, rms_norm_eps=2e-2)
+    carried = sorted(name for name in held(hf) if ".indexer." in name)
+    assert len(carried) == 3 * 5  # one of the four layers takes the selection of the one before
+    certificate = convert("hf", "native", hf, native)
+    assert certificate["carried"] == len(carried) and certificate["ignored"] == carried
+    assert any(note.startswith(f"{len(carried)} tensors") and "--carry-from" in note for note in certificate["notes"])
+    back = convert("native", "hf", native, tmp_path / "back", "--carry-from", str(hf), "--max-shard-size", "100KB")
+    assert unequal(held(hf), held(tmp_path / "back")) == [] and back["carried"].keys() == set(carried)
+    assert (hf / "config.json").read_bytes() == (tmp_path / "back" / "config.json").read_bytes()
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == held(hf).keys()
+    for flags, says in (
+        ((), f"{len(carried)} tensors .*--carry-from DIR.*--family deepseek-v3"),
+        (("--carry-from", str(other)), "is not the folder that"),
+        (("--carry-from", str(hf), "--dtype", "fp8"), "--dtype fp8, --carry-from"),
+        (("--carry-from", str(hf), "--family", "deepseek-v3"), "has all tensors of a deepseek-v3"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            run(words("native", "hf", native, tmp_path / "refused", *flags))
+    convert("native", "hf", native, tmp_path / "dense", "--family", "deepseek-v3")
+    without = {name: value for name, value in held(hf).items() if name not in carried}
+    assert unequal(held(tmp_path / "dense"), without) == []
 
 
 def test_the_certificate_names_both_sides_with_their_hashes(tmp_path):
