@@ -38,9 +38,8 @@ for _reason, _kinds in {
     "most of its attention is a linear attention": "kimi_linear minimax",
     "its experts weigh their input, and its attention is cut into chunks": "llama4 llama4_text",
     "it clips queries, keys and values and normalises by LayerNorm": "dbrx",
-    "it chooses by sparsemixer, normalises by LayerNorm with biases and has biases in attention and output layer": "phimoe",
-    "most of its layers are state-space models": "jamba",
-    "most of its layers may be state-space models, which a mixture of experts here has not": "granitemoehybrid",
+    "it chooses by sparsemixer, and its LayerNorms, attention and output layer have biases": "phimoe",
+    "most of its layers are state-space models": "jamba granitemoehybrid",
 }.items():
     REFUSED |= dict.fromkeys(_kinds.split(), _reason)
 
