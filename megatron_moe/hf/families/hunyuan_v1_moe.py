@@ -10,8 +10,9 @@ from megatron_moe.hf import family_parts as parts
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys
 from megatron_moe.hf.family import Family, TensorNames
 
-_OF_LAYERS = ("num_experts", "num_local_experts", "moe_topk", "num_experts_per_tok")
-_OF_LAYERS += ("moe_intermediate_size", "num_shared_expert")
+_OF_LAYERS = (
+    "num_experts num_local_experts moe_topk num_experts_per_tok moe_intermediate_size num_shared_expert".split()
+)
 
 
 def read(keys: Keys) -> dict[str, Any]:
