@@ -214,7 +214,7 @@ def family_page(family: Family, published: list[str]) -> str:
         ("class", f"`{family.architecture}`"),
         ("`model_type`", ", ".join(f"`{kind}`" for kind in family.model_types)),
         ("models", family.models),
-        ("presets", ", ".join(presets)),
+        *([("presets", ", ".join(presets))] if presets else []),
         ("read", family.reads),
         ("refused", family.refuses),
     ]
@@ -223,8 +223,6 @@ def family_page(family: Family, published: list[str]) -> str:
 {NOTE}
 
 {table(("", ""), rows)}
-
-How: [continue a model](../../start/continue_a_model.md), [conversion](../../guides/conversion.md).
 """
 
 
@@ -238,6 +236,8 @@ def families_page(published: list[str]) -> str:
     return f"""# Families of models at Hugging Face
 
 {NOTE}
+
+How: [continue a model](../../start/continue_a_model.md), [conversion](../../guides/conversion.md).
 
 {table(("family", "class"), rows)}
 

@@ -43,7 +43,7 @@ FAMILY = Family(
     read=read,
     write=write,
     models="DeepSeek-V3.2, -Exp, -Speciale",
-    reads="what DeepSeek-V3 reads; sequences of up to `index_topk` tokens; the indexer goes along as it is",
+    reads="up to `index_topk` tokens; the indexer goes along as it is",
     refuses="longer sequences, queries without a low rank",
     names=TensorNames(carried=(".self_attn.indexer.",)),
     without="deepseek-v3",
