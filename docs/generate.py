@@ -214,7 +214,7 @@ def family_page(family: Family, published: list[str]) -> str:
         ("class", f"`{family.architecture}`"),
         ("`model_type`", ", ".join(f"`{kind}`" for kind in family.model_types)),
         ("models", family.models),
-        ("presets", ", ".join(presets)),
+        *([("presets", ", ".join(presets))] if presets else []),
         ("read", family.reads),
         ("refused", family.refuses),
     ]

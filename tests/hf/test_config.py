@@ -342,7 +342,27 @@ def test_a_preset_is_what_its_published_configuration_is_read_as(name):
 
 
 ONE_OF_A_FAMILY = ["deepseek-v2-lite", "moonlight-16b-a3b", "mixtral-8x7b", "qwen1.5-moe-a2.7b", "qwen3-30b-a3b"]
-ONE_OF_A_FAMILY += ["glm-4.5-air"]
+ONE_OF_A_FAMILY += ["glm-4.5-air", "glm-4.7-flash"]
+
+
+def test_deepseek_v32_as_published_is_deepseek_v3_and_its_indexer():
+    v3, sparse = CONFIGS["deepseek-v3"], {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+    config = {**v3, **sparse, "model_type": "deepseek_v32", "num_key_value_heads": 128}
+    assert read(config, prediction=True).flat == {**read(v3, prediction=True).flat, "dsa_indexer_topk": 2048}
+    run = build({**read(config).flat, "seq_length": 2048})
+    assert run.derived.max_position_embeddings == 2048 and run.model.max_position_embeddings == 163840
+
+
+def test_a_model_that_sees_is_read_by_its_language_model():
+    for case, text in (("qwen3-vl-moe", "qwen3-moe"), ("kimi-k25", "moonlight")):
+        config = saved(case)
+        inner = {**config["text_config"], "tie_word_embeddings": config["tie_word_embeddings"]}
+        inner |= {"model_type": saved(text)["model_type"], "architectures": None, "norm_topk_prob": True}
+        assert read(inner).flat == read(config).flat and read(config).family.without == read(inner).family.name
+        longer, notes = hf_config.with_positions(config, 8192)
+        assert read(longer).flat == {**read(config).flat, "max_position_embeddings": 8192} and len(notes) == 1
+        for missing in (None, 3, {}):
+            refused(lambda: read({**config, "text_config": missing}), "text_config.", "is missing")  # noqa: B023
 
 
 @pytest.mark.parametrize("name", rows(PUBLISHED, test=ONE_OF_A_FAMILY))

@@ -46,7 +46,7 @@ LAYOUTS = {
     "TP2": Layout(2, TP2, ("deepseek-v3", "qwen2-moe", "hunyuan-v1-moe")),
     "PP2": Layout(2, PP2, ("qwen3-moe-tied", "deepseek-v2")),
     "EP2": Layout(2, {**EP2, "use_distributed_optimizer": True}, ("moonlight", "qwen3-moe", "granitemoeshared")),
-    "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral",)),
+    "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral", "qwen3-vl-moe")),
     "TP2xEP2, experts whole": Layout(2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}, ("glm4-moe", "ernie4-5-moe")),
     "VPP": Layout(2, VPP, ("deepseek-v3",), ("deepseek-v3", "qwen3-moe-tied", "qwen2-moe")),
     "CP2": Layout(2, {**EP2, "context_parallel_size": 2}, ONE_OF_EACH_ATTENTION, ONE_OF_EACH_ATTENTION),

@@ -25,6 +25,7 @@ def read(keys: Keys) -> dict[str, Any]:
     keys.ignore("index_head_dim", "index_n_heads", "indexer_rope_interleave")
     # of GLM-5, whose layers may use the selection of a layer before: of all keys too
     keys.ignore("indexer_types", "index_topk_freq", "index_topk_pattern", "index_skip_topk_offset")
+    keys.ignore("index_share_for_mtp_iteration")
     flat = {**parts.latent_attention(keys), **parts.routed_and_shared(keys, "num_local_experts", kinds=True)}
     routed = parts.biased_sigmoid(keys, flat["num_experts"], flat["moe_router_topk"])
     return {**flat, **routed, "dsa_indexer_topk": keys.integer("index_topk")}
@@ -42,7 +43,7 @@ FAMILY = Family(
     read=read,
     write=write,
     models="DeepSeek-V3.2, -Exp, -Speciale",
-    reads="what DeepSeek-V3 reads; sequences of up to `index_topk` tokens; the indexer goes along as it is",
+    reads="up to `index_topk` tokens; the indexer goes along as it is",
     refuses="longer sequences, queries without a low rank",
     names=TensorNames(carried=(".self_attn.indexer.",)),
     without="deepseek-v3",

@@ -33,7 +33,7 @@ FAMILY = Family(
     read=read,
     write=write,
     models="Qwen3-VL-30B-A3B, -235B-A22B",
-    reads="the language model, for texts; the vision model goes along as it is",
+    reads="the language model; vision goes along as it is",
     refuses="what Qwen3-MoE refuses, `norm_topk_prob` false",
     names=TensorNames(model="model.language_model.", stacked="mlp.experts.", carried=("model.visual.",)),
     text="text_config",
