@@ -129,6 +129,11 @@ class ModelConfig:
     qk_head_dim: int = setting(128, "MLA: width of a head's part without position", within=POSITIVE_COUNT)
     qk_pos_emb_head_dim: int = setting(64, "MLA: width of a head's rotary part", within=POSITIVE_COUNT)
     v_head_dim: int = setting(128, "MLA: width of a head's value", within=POSITIVE_COUNT)
+    dsa_indexer_topk: int | None = setting(
+        None,
+        "MLA: keys that sparse attention selects (DeepSeek-V3.2); whole attention is the same up to such a sequence",
+        within=POSITIVE_COUNT,
+    )
     softmax_type: str = setting(
         "vanilla",
         "attention's softmax: vanilla; learnable adds exp(a weight of the head, its sink) to the sum (gpt-oss); "

@@ -315,9 +315,10 @@ class DerivedSettings:
 
     @cached_property
     def max_position_embeddings(self) -> int:
-        """Largest position the model is built for."""
-        given = self._run.model.max_position_embeddings
-        return self._run.model.seq_length if given is None else given
+        """Largest position the model is built for, and up to which its attention is the whole one."""
+        model = self._run.model
+        given = model.seq_length if model.max_position_embeddings is None else model.max_position_embeddings
+        return given if model.dsa_indexer_topk is None else min(given, model.dsa_indexer_topk)
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Return the rows of the embedding table: those of the flag, or the vocabulary rounded up to aligned shares.

@@ -76,9 +76,9 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
             requires something that is not computed here.
     """
     family = family_of(config, where)
-    keys = Keys(config, where)
+    keys = Keys(family.text_of(config), where, "" if family.text is None else f"{family.text}.")
     quantization = keys.dictionary("quantization_config")
-    packed = quantization is not None and quantization.get("quant_method") == "mxfp4" and family.names.fused is not None
+    packed = quantization is not None and quantization.get("quant_method") == "mxfp4" and family.names.interleaved
     if quantization is not None and not packed:  # fp8 with a scale per block is read
         nested = keys.nested(quantization, "quantization_config.")
         if nested.raw("quant_method") != "fp8":
@@ -101,6 +101,9 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
         raise keys.refusal(keys.spelled(("dtype", "torch_dtype")), "weights are bfloat16, float16 or float32")
     names = ("num_nextn_predict_layers", "num_mtp_layers")
     predictions = keys.integer(*names, low=0, high=MOST_LAYERS, default=0)
+    if family.carries_predictions and predictions:
+        keys.notes.append(f"{names[0]} {predictions}: {family.name}'s layers of multi-token prediction are not trained")
+        predictions, has_prediction_layers = 0, False
     if not family.predicts and (predictions or has_prediction_layers):
         raise keys.refusal(names[0], f"{family.name} has no multi-token prediction here; 0 works")
     if has_prediction_layers and not predictions:
@@ -125,6 +128,11 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
         **family.read(keys),
         "mtp_num_layers": (predictions or None) if has_prediction_layers else None,
     }
+    if (selected := flat.get("dsa_indexer_topk")) is not None:
+        keys.notes.append(
+            f"config.json: attention selects index_topk {selected} keys; sequences of up to {selected} tokens are "
+            "trained, with all keys, which is the same; the indexer has no gradient from them"
+        )
     unknown = sorted(set(keys.unread()) - _WITHOUT_MEANING)
     if unknown:
         keys.notes.append(f"config.json has keys that are not known and not read: {', '.join(unknown)}")
@@ -162,7 +170,7 @@ def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_epsilon,
-        "max_position_embeddings": run.derived.max_position_embeddings,
+        "max_position_embeddings": model.max_position_embeddings or run.derived.max_position_embeddings,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "initializer_range": model.init_method_std,
         "attention_dropout": model.attention_dropout,
@@ -211,6 +219,10 @@ def with_positions(config: dict[str, Any], positions: int) -> tuple[dict[str, An
     The rotary embedding, with yarn's factor and original_max_position_embeddings, stays: the model was trained with it.
     A sliding window as long as the context had no effect; it becomes null where the context is longer now.
     """
+    text = config.get("text_config")
+    if "max_position_embeddings" not in config and isinstance(text, dict):
+        inner, notes = with_positions(text, positions)
+        return {**config, "text_config": inner}, notes
     changed, before = {**config, "max_position_embeddings": positions}, config["max_position_embeddings"]
     if before == positions:
         return changed, []
@@ -266,6 +278,7 @@ def _meaning(run: Run) -> dict[str, Any]:
     moe, pattern = run.moe, run.derived.moe_layer_pattern
     latent, normed = run.model.multi_latent_attention, run.derived.norm_topk_prob
     meaning |= {
+        "dsa_indexer_topk": None,  # what trains is the same; the longest sequence is another
         "ffn_hidden_size": None if all(pattern) else run.derived.ffn_hidden_size,
         "group_query_attention": None,
         "num_query_groups": None if latent else run.derived.num_query_groups,
@@ -371,7 +384,8 @@ def filled_in(given: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
         where = f"--load-hf {imported}"
         config = None if weights else configuration_alone(Path(imported))
         if config is not None:
-            predicts = bool(config.get("num_nextn_predict_layers"))
+            described = family_of(config, where).text_of(config)
+            predicts = bool(described.get("num_nextn_predict_layers"))
             return _merged(given, settings(config, has_prediction_layers=predicts, where=where).flat, where)
         return _merged(given, settings_of(HFFolder.open(Path(imported), "--load-hf"), where).flat, where)
     return given
@@ -383,8 +397,10 @@ def settings_of(folder: HFFolder, where: str) -> FolderSettings:
     Its tensors decide whether there are layers of multi-token prediction: transformers does not save these, but leaves
     their number in the configuration.
     """
-    layers = folder.config.get("num_hidden_layers")
-    extra = isinstance(layers, int) and any(name.startswith(f"model.layers.{layers}.") for name in folder.tensors)
+    family = family_of(folder.config, where)
+    layers = family.text_of(folder.config).get("num_hidden_layers")
+    first = f"{family.names.model}layers.{layers}."
+    extra = isinstance(layers, int) and any(name.startswith(first) for name in folder.tensors)
     return settings(folder.config, has_prediction_layers=extra, where=where)
 
 
@@ -456,6 +472,16 @@ def _training_notes(config: dict[str, Any], run: Run) -> list[str]:
     ]
 
 
+def carried_note(names: list[str]) -> list[str]:
+    """Return a note on the tensors of a folder that a model here does not have; none where there are none."""
+    if not names:
+        return []
+    return [
+        f"{len(names)} tensors ({names[0]}, ...) are of parts that the model here does not have: they are not trained, "
+        "and an export takes them from this folder again, with --carry-from"
+    ]
+
+
 @dataclass(frozen=True)
 class Import:
     """A folder that fits the run according to its headers and configuration."""
@@ -471,7 +497,7 @@ class Import:
     @property
     def state(self) -> dict[str, object]:
         """Part of the import that every step of the training saves, for an export."""
-        return {"family": self.family.name, "copies": self.copies, "dropped": self.dropped}
+        return {"family": self.family.name, "copies": self.copies, **self.table.left_out(self.dropped)}
 
     def origin(self) -> tuple[Provenance, list[str]]:
         """Return `state` with the folder's small files, and notes for the user. Called on rank 0, which writes them."""
@@ -489,9 +515,11 @@ def plan_import(run: Run) -> Import:
     where = f"--load-hf {run.checkpoint.load_hf}"
     folder = HFFolder.open(Path(run.checkpoint.load_hf or ""), "--load-hf")
     architecture = settings_of(folder, where)
+    family = architecture.family
     table = mapping(run, architecture.family.names)
     copies, dropped = require_tensors(table, folder.shapes(), where)
-    notes = [*folder.notes, *architecture.notes, *_training_notes(folder.config, run)]
+    notes = [*folder.notes, *architecture.notes, *_training_notes(family.text_of(folder.config), run)]
+    notes += carried_note(table.left_out(dropped)["carried"])
     if stretched := change(build(architecture.flat).model, run.model):
         notes.append(stretched)
     return Import(folder, architecture.family, table, copies, dropped, notes)

@@ -14,14 +14,16 @@ from megatron_moe.hf.config_keys import Keys
 class TensorNames:
     """The names of those tensors that families name differently; those of a layer are relative to it.
 
-    model: prefix of all tensors but the output layer. embedding: the table of tokens. query_key_value: projections of
-    attention; one name if one tensor has all queries, then all keys and all values. attention_output: its other
-    projection. norms: of attention and of the MLP. head_norms: of queries and of keys. experts: prefix of an expert's
-    matrices, {e} being its number; without it all experts are in each. matrices: names of gate, up and down; two names
-    are of gate and up in one, and down. router: the gate's weight. router_bias: its expert_bias, which is [1, E] where
-    `bias_is_row`. shared: prefix of the shared expert; its gate is named `shared_gate`. fused: prefix of
-    one tensor for the matrices of all experts of a layer, gpt-oss' gate_up_proj and down_proj with their biases, in
-    place of `experts`; None: each expert has its own.
+    model: prefix of all tensors but the output layer. embedding: the table of tokens. output: the output layer.
+    query_key_value: projections of attention; one name if one tensor has all queries, then all keys and all values.
+    attention_output: its other projection. norms: of attention and of the MLP. head_norms: of queries and of keys.
+    experts: prefix of an expert's matrices, {e} being its number; without it each tensor holds all experts. matrices:
+    names of gate, up and down; with two names, of gate and up in one, and of down. stacked: prefix of two tensors with
+    the matrices of all experts of a layer, [in, out] each, gate_up_proj and down_proj, in the place of `experts`.
+    interleaved: whether gate and up alternate there. router: the gate's weight. router_bias: its expert_bias, which is
+    [1, E] where `bias_is_row`. shared: prefix of the shared expert; its gate is named `shared_gate`. carried: parts of
+    the names of tensors that models here do not have, which are neither read nor trained, and which an export takes
+    from the folder again (--carry-from).
     """
 
     model: str = "model."
@@ -36,11 +38,18 @@ class TensorNames:
     router_bias: str = "mlp.gate.e_score_correction_bias"
     bias_is_row: bool = False
     shared: str = "mlp.shared_experts."
+    stacked: str | None = None
     shared_gate: str = "mlp.shared_expert_gate.weight"
-    fused: str | None = None
+    interleaved: bool = False
+    output: str = "lm_head.weight"
+    carried: tuple[str, ...] = ()
 
 
 DEEPSEEK = TensorNames()
+
+
+_AROUND = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+"""Keys that are outside of the language model's configuration, where a model has one within its own."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +59,11 @@ class Family:
     architecture: the class in transformers, `architectures[0]` of config.json. model_types: values of `model_type`;
     the first is written. read: keys of config.json -> fields of `Run`, without those that all families have in common
     (`hf.config.settings`). write: run -> the family's own keys. models, reads, refuses: what the family's page says.
-    dense: whether its models have no experts. predicts: whether its folders may have layers of multi-token prediction.
-    served_untied: whether a class of vLLM or SGLang reads the output layer from the folder even where config.json ties
-    it to the embedding.
+    text: the key of config.json with the language model's, of a model that sees too; its vision is carried. classes:
+    other values of architectures. without: the family that describes the model without its carried tensors. dense:
+    whether its models have no experts. predicts: whether its folders may have layers of multi-token prediction.
+    carries_predictions: whether these are among its carried tensors. served_untied: whether a class of vLLM or SGLang
+    reads the output layer from the folder even where config.json ties it to the embedding.
     """
 
     name: str
@@ -65,5 +76,16 @@ class Family:
     refuses: str
     names: TensorNames = DEEPSEEK
     dense: bool = False
+    text: str | None = None
+    classes: tuple[str, ...] = ()
+    without: str | None = None
     predicts: bool = False
+    carries_predictions: bool = False
     served_untied: bool = False
+
+    def text_of(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the keys of the language model in a config.json; an empty dictionary where they are missing."""
+        inner = config if self.text is None else config.get(self.text)
+        if not isinstance(inner, dict):
+            return {}
+        return {**inner, **{key: config[key] for key in _AROUND if config.get(key) is not None}}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Mapping as Named
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from megatron_moe.config.errors import ConfigError, listing
@@ -20,13 +21,13 @@ from megatron_moe.hf.transforms import (
     Copy,
     ExpertDown,
     ExpertGateUp,
-    ExpertsDown,
-    ExpertsGateUp,
     FusedQueryKeyValue,
     GateThenUp,
     QueryKeyValue,
     Reshape,
     Shape,
+    StackedDown,
+    StackedGateUp,
     Transform,
     Vocabulary,
 )
@@ -65,11 +66,24 @@ class Mapping:
     shapes: the shapes of our tensors, by key.
     copies: names that a folder may contain in addition, each with the name of the tensor that it has to be equal to: a
         tied output layer, and the tables that the layers of multi-token prediction share with the model.
+    carried: parts of the names of further tensors of a folder, which the model here does not have.
     """
 
     pieces: tuple[MappedBlock, ...]
     shapes: dict[str, Shape]
     copies: dict[str, str]
+    carried: tuple[str, ...] = ()
+
+    def carries(self, name: str) -> bool:
+        """Whether a tensor of a folder is one that the model here does not have."""
+        return any(part in name for part in self.carried)
+
+    def left_out(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Sort tensors that are not used into those that follow from the configuration and those that are carried."""
+        found: dict[str, list[str]] = {"dropped": [], "carried": []}
+        for name in names:
+            found["carried" if self.carries(name) else "dropped"].append(name)
+        return found
 
     @property
     def by_place(self) -> dict[tuple[str, Shape], MappedBlock]:
@@ -151,12 +165,14 @@ def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
     yield MappingRule("mlp.router.weight", (names.router,), Copy((experts, hidden)))
     if run.model.add_bias_linear:
         yield MappingRule("mlp.router.bias", (names.router.replace(".weight", ".bias"),), Copy((experts,)))
-    if names.fused is not None:
-        width, both = run.derived.moe_ffn_hidden_size, f"{names.fused}gate_up_proj"
-        yield MappingRule("mlp.experts.weight1", (both,), ExpertsGateUp(experts, width, hidden))
-        yield MappingRule("mlp.experts.weight2", (f"{names.fused}down_proj",), ExpertsDown(experts, width, hidden))
-        yield MappingRule("mlp.experts.bias1", (f"{both}_bias",), ExpertsGateUp(experts, width))
-        yield MappingRule("mlp.experts.bias2", (f"{names.fused}down_proj_bias",), Copy((experts, hidden)))
+    if names.stacked is not None:
+        width, both, down = run.derived.moe_ffn_hidden_size, f"{names.stacked}gate_up_proj", f"{names.stacked}down_proj"
+        both_of = partial(StackedGateUp, names.interleaved, experts, width)
+        yield MappingRule("mlp.experts.weight1", (both,), both_of(hidden))
+        yield MappingRule("mlp.experts.weight2", (down,), StackedDown(experts, width, hidden))
+        if run.model.add_bias_linear:
+            yield MappingRule("mlp.experts.bias1", (f"{both}_bias",), both_of())
+            yield MappingRule("mlp.experts.bias2", (f"{down}_bias",), Copy((experts, hidden)))
     if moe.moe_router_enable_expert_bias:
         bias = Reshape((1, experts), (experts,)) if names.bias_is_row else Copy((experts,))
         yield MappingRule("mlp.router.expert_bias", (names.router_bias,), bias, fp32=True)
@@ -164,9 +180,6 @@ def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
         yield from _mlp(run, names, "mlp.shared_experts.", names.shared, moe.moe_shared_expert_intermediate_size)
         if moe.moe_shared_expert_gate:
             yield MappingRule("mlp.shared_experts.gate_weight", (names.shared_gate,), Copy((1, hidden)))
-
-
-_OUTPUT = "lm_head.weight"
 
 
 def mapping(run: Run, names: TensorNames) -> Mapping:
@@ -184,10 +197,11 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
     whole = [MappingRule("embedding.word_embeddings.weight", (embedding,), table)]
     whole.append(MappingRule("decoder.final_layernorm.weight", (f"{names.model}norm.weight",), norm))
     copies: dict[str, str] = {}
-    if model.untie_embeddings_and_output_weights:
-        whole.append(MappingRule("output_layer.weight", (_OUTPUT,), table))
+    untied = model.untie_embeddings_and_output_weights
+    if untied:
+        whole.append(MappingRule("output_layer.weight", (names.output,), table))
     else:
-        copies[_OUTPUT] = embedding
+        copies[names.output] = embedding
     pieces = list(_pieces(whole, "", ""))
     pattern = run.derived.moe_layer_pattern
     # The tensors of a depth of multi-token prediction, except those of its transformer layer.
@@ -204,13 +218,13 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
         pieces += _pieces(prediction, here, there)
         pieces += _layer(run, names, bool(pattern[-1]), f"{here}transformer_layer.", there)
         copies[f"{there}embed_tokens.weight"] = embedding
-        copies[f"{there}shared_head.head.weight"] = _OUTPUT if model.untie_embeddings_and_output_weights else embedding
+        copies[f"{there}shared_head.head.weight"] = names.output if untied else embedding
     shapes: dict[str, Shape] = {}
     for piece in pieces:
         shapes[piece.key] = piece.transform.native_shape
         if piece.key.endswith(("experts.weight1", "experts.weight2")):
             shapes[piece.key] = (run.moe.num_experts or 0, *piece.transform.native_shape[1:])
-    return Mapping(tuple(pieces), shapes, copies)
+    return Mapping(tuple(pieces), shapes, copies, names.carried)
 
 
 def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[MappedBlock]:
@@ -219,7 +233,7 @@ def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) ->
         yield from _pieces(_mlp(run, names, "mlp.", "mlp.", run.derived.ffn_hidden_size), here, there)
         return
     yield from _pieces(_moe(run, names), here, there)
-    if names.fused is not None:
+    if names.stacked is not None:
         return
     *gate_and_up, down = (f"{there}{names.experts}{matrix}.weight" for matrix in names.matrices)
     experts, width, hidden = run.moe.num_experts or 0, run.derived.moe_ffn_hidden_size, run.model.hidden_size
@@ -263,7 +277,7 @@ def require_tensors(table: Mapping, found: Named[str, Shape], where: str) -> tup
             "save_original_format=True)"
         )
     copies = [name for name in table.copies if name in found]
-    dropped = sorted(name for name in found if name.endswith(_RECOMPUTED))
+    dropped = sorted(name for name in found if name.endswith(_RECOMPUTED) or table.carries(name))
     unknown = sorted(found.keys() - wanted.keys() - set(copies) - set(dropped))
     expected = {**wanted, **{name: wanted[table.copies[name]] for name in copies}}
     lines = [f"missing: {name}" for name in sorted(wanted.keys() - found.keys())]

@@ -110,25 +110,27 @@ class ExpertDown(Transform):
         return [block[0]]
 
 
-class ExpertsGateUp(Transform):
-    """A transform of gate and up of all experts [E, ..., 2 F], channel by channel in turn, <-> [E, 2, F, ...].
+class StackedGateUp(Transform):
+    """A transform of gate and up of all experts [E, ..., 2 F] <-> [E, 2, F, ...].
 
     Args:
+        interleaved: whether gate and up alternate channel by channel; otherwise the gate's channels come first.
         experts: E. width: F.
         rest: the input's width (weights), or nothing (biases).
     """
 
-    def __init__(self, experts: int, width: int, *rest: int) -> None:
+    def __init__(self, interleaved: bool, experts: int, width: int, *rest: int) -> None:
         self.hf_shapes, self.native_shape = ((experts, *rest, 2 * width),), (experts, 2, width, *rest)
+        self.pairs, self.of_pair = ((width, 2), -1) if interleaved else ((2, width), -2)
 
     def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0].unflatten(-1, (-1, 2)).movedim(-1, 1).movedim(-1, 2).contiguous()
+        return tensors[0].unflatten(-1, self.pairs).movedim(self.of_pair, 1).movedim(-1, 2).contiguous()
 
     def to_hf(self, block: Tensor) -> list[Tensor]:
-        return [block.movedim(2, -1).movedim(1, -1).flatten(-2)]
+        return [block.movedim(2, -1).movedim(1, self.of_pair).flatten(-2)]
 
 
-class ExpertsDown(Transform):
+class StackedDown(Transform):
     """A transform of down of all experts [E, F, H] <-> [E, H, F]."""
 
     def __init__(self, experts: int, width: int, hidden: int) -> None:

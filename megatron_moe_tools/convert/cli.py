@@ -84,6 +84,9 @@ def parser() -> argparse.ArgumentParser:
                    "on the tokens")  # fmt: skip
     p.add_argument("--family", choices=sorted(FAMILIES), help="export as this family, with a new config.json; default: "
                    "the one it was imported from, or the one whose architecture it has")  # fmt: skip
+    p.add_argument("--carry-from", metavar="DIR", help="native to hf: the folder that the model was imported from, "
+                   "whose tensors of parts that models here do not have (an indexer, a vision model) are added as they "
+                   "are")  # fmt: skip
     p.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="size of a .safetensors file; default 5GB")
     p.add_argument("--drop-mtp", action="store_true", help="leave the layers of multi-token prediction out")
     p.add_argument("--no-optim", action="store_true", help="native, megatron: leave the optimizer's state out")
@@ -239,6 +242,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"{packed}: is for --to hf; a checkpoint here has its weights in bf16, fp16 or fp32")
     if args.dtype in PACKED and args.verify:
         raise ConfigError(f"{packed}, --verify: it rounds the weights, and --verify asks for equal logits; drop one")
+    if args.carry_from is not None and way != ("native", "hf"):
+        raise ConfigError(f"--carry-from {args.carry_from}: is for --from native --to hf")
     tokenizers = [name for name in ("no_tokenizer", *TOKENIZER_FIELDS) if getattr(args, name)]
     if tokenizers and way != ("native", "hf"):
         raise ConfigError(f"--{tokenizers[0].replace('_', '-')}: is for --from native --to hf")

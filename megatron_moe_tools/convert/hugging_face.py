@@ -20,7 +20,15 @@ from megatron_moe.config.schema import build, flatten, replace
 from megatron_moe.data.hugging_face_folder import SETTINGS
 from megatron_moe.data.transformers_files import json_bytes
 from megatron_moe.hf import folder as hf_folder
-from megatron_moe.hf.config import config_of, differences, settings, settings_of, with_positions, with_rotation
+from megatron_moe.hf.config import (
+    carried_note,
+    config_of,
+    differences,
+    settings,
+    settings_of,
+    with_positions,
+    with_rotation,
+)
 from megatron_moe.hf.family import DEEPSEEK
 from megatron_moe.hf.folder import BLOCK, HFFolder
 from megatron_moe.hf.mapping import MappedBlock, mapping, require_tensors
@@ -60,6 +68,8 @@ from megatron_moe_tools.models.source import PRECISION_FLAGS, ModelSource
 
 _TIED = "lm_head.weight"
 _DROPPED = "--drop-mtp: {count} tensors of multi-token prediction are left out"
+Layout = tuple[str, Shape]
+"""Dtype and shape of a stored tensor."""
 _PER_TENSOR = 256
 """Bytes of a header's entry, at most."""
 
@@ -82,7 +92,10 @@ class HuggingFaceSource(ConversionSource):
         stored = self.reader.folder.shapes()
         self.table = mapping(build(described.flat), self.family.names)
         copies, self.ignored = require_tensors(self.table, stored, where)
-        self.notes += map("{} follows from the configuration and is left out".format, self.ignored)
+        left_out = self.table.left_out(self.ignored)
+        self.carried = left_out["carried"]
+        self.notes += map("{} follows from the configuration and is left out".format, left_out["dropped"])
+        self.notes += carried_note(self.carried)
         flat = dict(described.flat)
         self.dropped: list[str] = []
         if options.drop_mtp:
@@ -188,6 +201,7 @@ class HuggingFaceSource(ConversionSource):
 
     def step_json(self) -> tuple[dict[str, Any], dict[str, Any]]:
         about = {"family": self.family.name, "copies": list(self.copies), "dropped": self.dropped}
+        about["carried"] = self.carried
         return flatten(self.run), {**native_state(self.run, self.warnings), origin.FOLDER: about}
 
     def facts(self) -> dict[str, Any]:
@@ -197,6 +211,7 @@ class HuggingFaceSource(ConversionSource):
             "copies": self.copies,
             "dropped": self.dropped,
             "ignored": self.ignored,
+            "carried": len(self.carried),
         }
 
 
@@ -214,6 +229,7 @@ class HuggingFaceSink(ConversionSink):
     def __init__(self, source: NativeSource, model: ModelSource, tokenizer: ExportedTokenizer) -> None:
         super().__init__(source)
         self.source: NativeSource = source
+        self.carried_hashes: dict[str, str] = {}
         self.options, self.state, self.tokenizer = source.options, source.state, tokenizer
         source.identity = {"tokenizer": tokenizer.facts()}
         source.notes += tokenizer.notes
@@ -225,11 +241,13 @@ class HuggingFaceSink(ConversionSink):
         source.names = set(self.table.hf_shapes)
         self._pieces = self.table.by_place
         self.packed: str | None = "fp8" if self.options.fp8 else "mxfp4" if self.options.mxfp4 else None
-        if self.packed is not None and (self.packed == "mxfp4") != (self.family.names.fused is not None):
+        if self.packed is not None and (self.packed == "mxfp4") != self.family.names.interleaved:
             works = "bf16 and mxfp4 are" if self.packed == "fp8" else "bf16 and fp8 are"
             raise ConfigError(f"--dtype {self.packed}: {self.family.name} is not published in it; {works}")
         if self.packed == "mxfp4":
             self._require_whole_blocks()
+        if self.options.fp8 and (self.family.names.stacked is not None or "{e}" not in self.family.names.experts):
+            raise ConfigError(f"--dtype fp8: {self.family.name} has all experts in one tensor, and blocks are of one")
         if self.options.fp8:
             source.notes += uneven_blocks(self.table.pieces)
         self.dropped: list[str] = []
@@ -259,6 +277,7 @@ class HuggingFaceSink(ConversionSink):
         self.dtype_words = " and ".join(words)
         self.copies = self._copies()
         companions = dict(model.companions)
+        self.carried = self._carried(companions)
         for name in tokenizer.left_out:
             companions.pop(name, None)
         self.contents = {**tokenizer.files, hf_folder.CONFIG: self._config(companions)}
@@ -304,6 +323,43 @@ class HuggingFaceSink(ConversionSink):
             )
         return found
 
+    def _carried(self, companions: dict[str, Path]) -> dict[str, Layout]:
+        """Return the tensors to take from the folder of `--carry-from`, and open it.
+
+        Raises ConfigError: it is missing, or another model's, or nothing is taken from it.
+        """
+        path, options = self.options.carry_from, self.options
+        imported = self.state.get("hf") or {}
+        names = imported.get("carried", []) if imported.get("family") == self.family.name else []
+        if options.drop_mtp:
+            layers = (f"{self.family.names.model}layers.{self.run.model.num_layers + depth}." for depth in range(99))
+            names = list(itertools.filterfalse(operator.methodcaller("startswith", tuple(layers)), names))
+            names = [] if self.family.carries_predictions else names
+        if not names:
+            if path is not None:
+                raise ConfigError(f"--carry-from {path}: {self.source.path} has all tensors of a {self.family.name}")
+            return {}
+        if path is None:
+            without = "--drop-mtp" if self.family.carries_predictions else f"--family {self.family.without}"
+            raise ConfigError(
+                f"--load {self.source.path}: {len(names)} tensors of the folder that it was imported from ({names[0]}, "
+                f"...) are of parts that the model here does not have: name the folder with --carry-from DIR, or write "
+                f"the model without them with {without}"
+            )
+        if options.fp8:
+            raise ConfigError(f"--dtype fp8, --carry-from {path}: carried tensors are not rounded; use --dtype bf16")
+        found = HFFolder.open(Path(path), "--carry-from")
+        came = parse_object(read_small(companions[hf_folder.CONFIG], hf_folder.LARGEST_CONFIG), hf_folder.CONFIG)
+        if found.config != came or not found.shapes().keys() >= set(names):
+            raise ConfigError(f"--carry-from {path}: is not the folder that {self.source.path} was imported from")
+        self.carrier = TensorReader(found)
+        self.source.notes.append(f"{len(names)} tensors ({names[0]}, ...) are taken from {path} as they are")
+        shapes, dtypes = found.shapes(), map(self.carrier.dtype, names)
+        self.source.identity["carried from"] = {
+            name: list(found.identities[found.tensors[name].file]) for name in names
+        }
+        return {name: (dtype_name(dtype), shapes[name]) for name, dtype in zip(names, dtypes, strict=True)}
+
     def _dtype(self, piece: MappedBlock) -> torch.dtype:
         if piece.fp32:
             return torch.float32
@@ -348,7 +404,7 @@ class HuggingFaceSink(ConversionSink):
             )
             raise ConfigError(listing(head, wrong))
         # the context, dtype and layers of what is written
-        changed, said = with_positions(changed, self.run.derived.max_position_embeddings)
+        changed, said = with_positions(changed, self._positions)
         notes += said
         if changed.pop("quantization_config", None) is not None and self.packed is None:
             notes.append(f"quantization_config is left out of config.json: the weights are written in {dtype}")
@@ -365,13 +421,17 @@ class HuggingFaceSink(ConversionSink):
         changed |= added
         return data if changed == config else json_bytes(changed)
 
+    @property
+    def _positions(self) -> int:
+        return self.run.model.max_position_embeddings or self.run.derived.max_position_embeddings
+
     def _set_tokenizer_limit(self, companions: dict[str, Path]) -> None:
         """Let a tokenizer that came with the model cut texts at the new number of positions if it did at the old."""
         paths = companions.get(hf_folder.CONFIG), companions.get(SETTINGS)
         if SETTINGS in self.contents or paths[0] is None or paths[1] is None:
             return
         config, limits = (parse_object(read_small(path, hf_folder.LARGEST_CONFIG), str(path)) for path in paths if path)
-        before, after = config.get("max_position_embeddings"), self.run.derived.max_position_embeddings
+        before, after = config.get("max_position_embeddings"), self._positions
         if limits.get("model_max_length") == before != after:
             self.contents[SETTINGS] = json_bytes({**limits, "model_max_length": after})
             self.source.notes.append(f"{SETTINGS}: model_max_length {before} is {after} now")
@@ -385,9 +445,9 @@ class HuggingFaceSink(ConversionSink):
             blocks.append(Block(piece.key, piece.start, piece.transform.native_shape, dtype))
             first.update(dict.fromkeys(piece.hf, blocks[-1]))
         blocks += [dataclasses.replace(first[original], copy=name) for name, original in self.copies.items()]
-        shards: list[list[Block]] = [[]]
+        shards: list[list[Block | str]] = [[]]
         filled = 0
-        for block in blocks:
+        for block in (*blocks, *self.carried):
             size = self._bytes([block])
             if shards[-1] and filled + size > self.options.max_shard_bytes:
                 shards.append([])
@@ -408,7 +468,9 @@ class HuggingFaceSink(ConversionSink):
         """Return dtype and shape of the tensors that are stored for blocks; scales follow their weights."""
         layout: dict[str, tuple[str, Shape]] = {}
         for block in blocks:
-            assert isinstance(block, Block)
+            if isinstance(block, str):
+                layout[block] = self.carried[block]
+                continue
             piece = self._pieces[block.place]
             dtype = dtype_name(self._dtype(piece))
             for name, shape in zip(_names(piece, block), piece.transform.hf_shapes):
@@ -428,15 +490,19 @@ class HuggingFaceSink(ConversionSink):
 
     def write(self, file: OutputFile, output: Path, advance: Advance) -> Record:
         rows: list[Row] = []
+        carried: dict[str, str] = {}
         with StreamedFile(output / file.name, self._layout(file.content)) as opened:
             for block in file.content:
-                assert isinstance(block, Block)
-                row = self._write_block(opened, block)
-                if block.copy is None:
-                    rows.append(row)
+                if isinstance(block, str):
+                    carried[block] = write_tensor(opened, block, self.carrier.read(block))
+                else:
+                    row = self._write_block(opened, block)
+                    if block.copy is None:
+                        rows.append(row)
                 advance(self._bytes([block]) + _PER_TENSOR)
         path = output / file.name
-        return {"entry": FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path)), "rows": rows}
+        entry = FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path))
+        return {"entry": entry, "rows": rows, "carried": carried}
 
     def _write_block(self, opened: StreamedFile, block: Block) -> Row:
         """Write a block's tensors and return its row; none of them is held while the next block is read."""
@@ -468,6 +534,8 @@ class HuggingFaceSink(ConversionSink):
 
     def finish(self, output: Path, records: list[Record], inputs: dict[str, FileEntry]) -> dict[str, FileEntry]:
         files: dict[str, FileEntry] = {record["name"]: record["entry"] for record in records}
+        for record in records:
+            self.carried_hashes |= record["carried"]
         if len(records) > 1:
             weight_map: dict[str, str] = {}
             total = 0
@@ -498,6 +566,8 @@ class HuggingFaceSink(ConversionSink):
                 yield row, self._made_back(reader, row, hashes)
             for copy, original in self.copies.items():
                 require_same(reader.digest(copy), hashes[original], copy, f"it is no copy of {original}")
+            for name, carried in self.carried_hashes.items():
+                require_same(reader.digest(name), carried, name, "it reads otherwise than written")
 
     def _made_back(self, reader: TensorReader, row: Row, hashes: dict[str, str]) -> Tensor:
         """Return a block made of what was written; check its hashes, and put those of its tensors into `hashes`."""
@@ -531,6 +601,7 @@ class HuggingFaceSink(ConversionSink):
             "copies": self.copies,
             "dropped": self.dropped,
             "ignored": [key for key in self.source.reader.index.tensors if key not in self.source.weights],
+            "carried": self.carried_hashes,
             "tokenizer": self.tokenizer.facts(),
             "rounding": rounding,
         }

@@ -359,6 +359,8 @@ class MegatronSink(TorchDistSink):
             wrong.append("--qk-layernorm-across-heads: it normalises each head")
         if run.model.reordered_norm:
             wrong.append("--reordered-norm: its norms are before attention and MLP")
+        if run.model.dsa_indexer_topk is not None:
+            wrong.append(f"--dsa-indexer-topk {run.model.dsa_indexer_topk}: the step has no weights of the indexer")
         if wrong:
             raise ConfigError(listing(f"--load {source.path}: is a model that Megatron-LM does not have:", wrong))
         fields = all_fields()

@@ -113,7 +113,8 @@ def run_model(model: PreTrainedModel, tokens: Tensor) -> ReferenceResult:
         for hook in hooks:
             hook.remove()
     loss = float(F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
-    if (rotary := getattr(model.model, "rotary_emb", None)) is None:
+    language = getattr(model.model, "language_model", model.model)
+    if (rotary := getattr(language, "rotary_emb", None)) is None:
         return ReferenceResult(logits, loss, experts, weights, epsilons)
     frequencies, amplitude = rotary.inv_freq.float().cpu(), float(rotary.attention_scaling)
     return ReferenceResult(logits, loss, experts, weights, epsilons, frequencies, amplitude)
@@ -128,11 +129,13 @@ def load_reference(folder: HFFolder, family: Family, layers: int | None = None) 
     content = dict(folder.config)
     content.pop("quantization_config", None)
     if layers is not None:
-        total = content["num_hidden_layers"]
-        for key, value in content.items():
+        text = dict(content if family.text is None else content[family.text])
+        total = text["num_hidden_layers"]
+        for key, value in text.items():
             if isinstance(value, list) and len(value) == total:
-                content[key] = value[:layers]
-        content["num_hidden_layers"] = layers
+                text[key] = value[:layers]
+        text["num_hidden_layers"] = layers
+        content |= text if family.text is None else {family.text: text}
     try:
         # model_type may be one that transformers does not know, of a class that it does (Kimi-K2).
         config_class = type(transformers.AutoConfig.for_model(family.model_types[0]))

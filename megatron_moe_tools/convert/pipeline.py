@@ -57,6 +57,7 @@ class ConversionOptions:
     fp8: bool = False
     mxfp4: bool = False
     family: str | None = None
+    carry_from: str | None = None
     drop_mtp: bool = False
     no_optim: bool = False
     ema: bool = False

@@ -481,7 +481,15 @@ _CONTENT = {
 }
 """How tensors are named, which Megatron-LM reads before it asks for them: layers by their number."""
 _NORMS_NOT_THERE = {"qk_layernorm_across_heads", "reordered_norm"}
-_NOT_THERE = frozenset({"moe_router_group_score", "moe_router_norm_topk_prob", *_NORMS_NOT_THERE, *_ROPE_NOT_THERE})
+_NOT_THERE = frozenset(
+    {
+        "dsa_indexer_topk",
+        "moe_router_group_score",
+        "moe_router_norm_topk_prob",
+        *_NORMS_NOT_THERE,
+        *_ROPE_NOT_THERE,
+    }
+)
 """Settings that Megatron-LM has no argument for."""
 
 

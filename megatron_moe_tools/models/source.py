@@ -104,6 +104,8 @@ def locate(path: Path, ckpt_step: int | None = None, family: str | None = None) 
     hf_family, run = architecture.family, schema.build(architecture.flat)
     notes, scales, dtypes = (*opened.notes, *architecture.notes), set(opened.scales.values()), set[str]()
     for name, stored in opened.tensors.items():
+        if any(part in name for part in hf_family.names.carried):
+            continue
         if name in opened.scales:
             dtypes.add("bfloat16")
         elif name not in scales and not name.endswith(".e_score_correction_bias"):

@@ -38,6 +38,13 @@ _DEEPSEEK_V3: dict[str, Any] = {
     **_LATENT, "q_lora_rank": 24, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4,
     "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
 }  # fmt: skip
+_DEEPSEEK_V3_PLAIN = {key: value for key, value in _DEEPSEEK_V3.items() if key != "num_mtp_layers"}
+_SELECTING: dict[str, Any] = {
+    **_DEEPSEEK_V3_PLAIN,
+    "index_topk": 16,
+    "index_head_dim": 24,
+    "index_n_heads": 3,
+}
 _BIASED: dict[str, Any] = {
     "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
     "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5,
@@ -52,8 +59,8 @@ _ERNIE: dict[str, Any] = {
     "rope_parameters": _PLAIN,
 }  # fmt: skip
 _GRANITE: dict[str, Any] = {
-    **_GROUPED_QUERY, "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 3.0,
-    "rms_norm_eps": 1e-5, "residual_multiplier": 0.4, "logits_scaling": 2.5, "attention_multiplier": 0.17,
+    **_GROUPED_QUERY, "num_local_experts": 8, "num_experts_per_tok": 3, "rms_norm_eps": 1e-5,
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5, "attention_multiplier": 0.17,
     "rope_parameters": _PLAIN,
 }  # fmt: skip
 
@@ -119,9 +126,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoe", {**_GRANITE, "tie_word_embeddings": True}),
     "granitemoeshared": ("GraniteMoeShared", {**_GRANITE, "shared_intermediate_size": 40}),
     "glm4-moe-lite": ("Glm4MoeLite", {
-        **{key: value for key, value in _DEEPSEEK_V3.items() if key != "num_mtp_layers"},
-        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "first_k_dense_replace": 2,
+        **_DEEPSEEK_V3_PLAIN, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "first_k_dense_replace": 2,
         "rms_norm_eps": 1e-2, "rope_parameters": _MILLION,
+    }),
+    # layers that select keys themselves, and one that takes the selection of the layer before
+    "deepseek-v32": ("DeepseekV32", {
+        **_SELECTING, "max_position_embeddings": 2560,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    }),
+    "glm-moe-dsa": ("GlmMoeDsa", {
+        **_SELECTING, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-2, "rope_parameters": _MILLION,
+        "indexer_types": ["full", "full", "shared", "full"],
     }),
     "dots1": ("Dots1", {
         **_GROUPED_QUERY, **_BIASED, "head_dim": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
@@ -183,14 +198,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2],
         "swiglu_limit": 0.7, "rms_norm_eps": 1e-5, "rope_parameters": {**YARN, "factor": 8.0, "truncate": False},
     }),
+    "qwen3-vl-moe": ("Qwen3VLMoe", {
+        "text_config": {
+            **{key: value for key, value in _QWEN3.items() if key != "norm_topk_prob"}, "head_dim": 24,
+            "num_experts_per_tok": 3,
+            "rope_parameters": {**_MILLION, "mrope_section": [4, 4, 4], "mrope_interleaved": True},
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "patch_size": 4,
+            "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+        },
+        "tie_word_embeddings": False,
+    }),
+    "kimi-k25": ("Kimi_K25", {
+        "text_config": {**_DEEPSEEK_V3, "model_type": "deepseek_v3", "rms_norm_eps": 1e-2, "rope_parameters": _MILLION},
+        "vision_config": {
+            "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4, "num_attention_heads": 2, "num_hidden_layers": 1,
+            "hidden_size": 16, "intermediate_size": 16,
+        },
+        "projection_hidden_size": 16, "tie_word_embeddings": False,
+    }),
 }  # fmt: skip
-"""Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
+"""Case -> the class's name before "Config" and "For...", and what the configuration holds."""
 
 
 def class_of(case: str, kind: str) -> Any:
-    """A case's class: transformers', or the one in its place. kind: the end of its name, e.g. "Config"."""
-    name = CASES[case][0] + kind
-    return getattr(ling, name) if hasattr(ling, name) else getattr(transformers, name)
+    """A case's class: transformers', or the one in its place. kind: "Config" or "ForCausalLM", of which some are called
+    "ForConditionalGeneration"."""
+    names = (CASES[case][0] + kind, CASES[case][0] + "ForConditionalGeneration")
+    return next(getattr(module, name) for name in names for module in (ling, transformers) if hasattr(module, name))
 
 
 def config(case: str, **changes: Any) -> Any:
@@ -214,8 +250,25 @@ def make(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32,
             owner, _, attribute = key.rpartition(".")
             getattr(model.get_submodule(owner), attribute).data = value
     model.eval()
-    model.save_pretrained(folder)
+    save(model, folder)
     return model
+
+
+def save(model: Any, folder: Path) -> None:
+    """Save a model of transformers, with the names and layouts of published folders.
+
+    Qwen3-VL's experts are [in, out] in these; transformers reads both layouts and writes the one in memory. It reads
+    the layers of Kimi-K2.5, and writes them as `blocks`, a name of its vision model.
+    """
+    model.save_pretrained(folder)
+    if not hasattr(model.config, "text_config"):
+        return
+    tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            tensor = tensor.transpose(1, 2).contiguous()
+        tensors[name.replace("language_model.model.blocks.", "language_model.model.layers.")] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def fill(model: torch.nn.Module, seed: int) -> None:
@@ -281,6 +334,8 @@ def add_prediction_layers(folder: Path, seed: int, depths: int = 1) -> None:
 def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
     """A config.json as transformers 5 writes it, in the words that older versions wrote and the hub is full of."""
     hub = copy.deepcopy(config)
+    if "text_config" in hub:
+        return {**hub, "text_config": hub_spelling(hub["text_config"])}
     rope = hub.pop("rope_parameters")
     hub["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
@@ -291,7 +346,7 @@ def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
         hub["torch_dtype"] = hub.pop("dtype")
     if hub["model_type"] == "minimax_m2":
         hub["rotary_dim"] = int(hub.pop("partial_rotary_factor") * hub["head_dim"])
-    if hub["model_type"] == "qwen3_moe":
+    if hub["model_type"] in ("qwen3_moe", "qwen3_vl_moe_text"):
         hub["num_experts"] = hub.pop("num_local_experts")
     if hub["model_type"] == "deepseek_v3":
         hub |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1}

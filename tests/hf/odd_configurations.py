@@ -77,6 +77,8 @@ def _key_groups(count: int) -> Callable[[Settings], Settings | None]:
 
 
 def _rank_of_queries(settings: Settings) -> Settings | None:
+    if "index_topk" in settings:  # whose indexer reads the queries' latent
+        return {"q_lora_rank": 20}
     return {"q_lora_rank": 20 if settings["q_lora_rank"] is None else None} if "q_lora_rank" in settings else None
 
 
@@ -84,6 +86,7 @@ def _one_layer(settings: Settings) -> Settings:
     firsts = {
         "first_k_dense_replace": 0,
         "mlp_layer_types": ["sparse"],
+        "indexer_types": ["full"],
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
         "moe_layer_start_index": 0,
@@ -188,9 +191,24 @@ NOT_OF: dict[str, dict[str, str]] = {
 
 def odd_settings(case: str) -> dict[str, Settings]:
     """The odd configurations of a case: name -> what changes in its settings."""
-    settings = tiny_models.CASES[case][1]
+    settings = text_of(tiny_models.CASES[case][1])
     found = {name: change(copy.deepcopy(settings)) for name, change in CONFIGURATIONS.items()}
-    return {name: one for name, one in found.items() if one is not None and name not in NOT_OF.get(case, {})}
+    kept = {name: one for name, one in found.items() if one is not None and name not in NOT_OF.get(case, {})}
+    return {name: whole(case, changes) for name, changes in kept.items()}
+
+
+def text_of(settings: Settings) -> Settings:
+    """The language model's settings."""
+    return settings.get("text_config", settings)  # type: ignore[no-any-return]
+
+
+def whole(case: str, changes: Settings) -> Settings:
+    """Changes of the language model's settings, as changes of a case's."""
+    settings = tiny_models.CASES[case][1]
+    if "text_config" not in settings:
+        return changes
+    tied = {"tie_word_embeddings": changes["tie_word_embeddings"]} if "tie_word_embeddings" in changes else {}
+    return {"text_config": {**settings["text_config"], **changes}, **tied}
 
 
 # ---- Planted errors. What a wrong converter does to the tensors is done to those of the folder; what a wrong reader of
@@ -201,7 +219,8 @@ TELLING: Settings = {"rms_norm_eps": 1e-2, "routed_scaling_factor": 1.7}
 
 
 def telling(case: str) -> Settings:
-    return {key: value for key, value in TELLING.items() if key in tiny_models.CASES[case][1]}
+    settings = text_of(tiny_models.CASES[case][1])
+    return whole(case, {key: value for key, value in TELLING.items() if key in settings})
 
 
 def _matching(tensors: Tensors, *suffixes: str) -> Iterator[tuple[str, str]]:
@@ -334,6 +353,10 @@ OF_TENSORS: dict[str, Callable[[Tensors, TensorNames, Settings], Tensors | None]
     "down of experts transposed": lambda t, n, s: _of_expert(t, n, lambda v: [m.t().reshape(m.shape) for m in v], -1),
     "experts rolled": lambda t, n, s: _of_expert(t, n, lambda v: v[1:] + v[:1], -1),
     "first expert for all": lambda t, n, s: _of_expert(t, n, lambda v: [v[0]] * len(v), 0),
+    "all experts rolled": lambda t, n, s: _each(t, f"{n.stacked}down_proj", lambda value: value.roll(1, 0)),
+    "all gates behind up": lambda t, n, s: _each(
+        t, f"{n.stacked}gate_up_proj", lambda value: value.roll(value.shape[-1] // 2, -1)
+    ),
     "router rolled": lambda t, n, s: _each(t, n.router, lambda value: value.roll(1, 0)),
     "router's bias rounded": lambda t, n, s: _each(t, n.router_bias, lambda value: value.bfloat16().float()),
     "router's bias left out": lambda t, n, s: _each(t, n.router_bias, torch.zeros_like),

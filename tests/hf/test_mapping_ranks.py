@@ -53,7 +53,7 @@ LAYOUTS = {
         ("moonlight", "qwen3-moe", "granitemoeshared", "bailing-moe-v2"),
         SPARSE,
     ),
-    "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral", "gpt-oss"), SPARSE),
+    "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral", "gpt-oss", "qwen3-vl-moe"), SPARSE),
     "TP2xEP2, experts whole": Layout(
         2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}, ("glm4-moe", "ernie4-5-moe"), SPARSE
     ),
@@ -81,9 +81,9 @@ def reference(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.flo
     if dtype != torch.float32:
         model = type(model).from_pretrained(folder / "model", dtype=torch.float32)
     tensors = held(folder / "model")
-    batch = cases.batch_of(model.config.vocab_size)
+    batch = cases.batch_of(model.config.get_text_config().vocab_size)
     choices: dict[int, torch.Tensor] = {}
-    for layer, block in enumerate(model.model.layers):
+    for layer, block in enumerate(getattr(model.model, "language_model", model.model).layers):
         mlp = getattr(block, "block_sparse_moe", None) or block.mlp
         if hasattr(mlp, "experts"):
             keep = lambda module, args, layer=layer: choices.__setitem__(layer, args[1])  # noqa: E731
@@ -94,12 +94,11 @@ def reference(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.flo
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
-    model.save_pretrained(folder / "gradients")
-    gradients = {
-        name: value
-        for name, value in held(folder / "gradients").items()
-        if not name.endswith(tiny_models.ROUTER_BIASES)
-    }
+    tiny_models.save(model, folder / "gradients")
+    carried = family_of(json.loads((folder / "model" / "config.json").read_text()), case).names.carried
+    others = (*tiny_models.ROUTER_BIASES, *carried)
+    gradients = {name: value for name, value in held(folder / "gradients").items() if not any(map(name.count, others))}
+    tensors = {name: value for name, value in tensors.items() if not any(map(name.count, carried))}
     return Reference(str(folder / "model"), logits.detach(), float(loss), choices, gradients, tensors)
 
 

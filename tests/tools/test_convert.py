@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_moe_tools.convert.cli import main
+from megatron_moe.config.errors import ConfigError
+from megatron_moe_tools.convert.cli import main, run
 from tests.helpers import tiny_models
 from tests.helpers.conversions import convert, held, unequal, words
 from tests.helpers.rows import rows
@@ -58,6 +59,51 @@ def test_there_and_back_nothing_changes(tmp_path, case):
     assert dtypes == {torch.bfloat16} and certificate["dtype"] == "bfloat16"
     for entry in certificate["source"]["files"].values():
         assert len(entry["sha256"]) == 64
+
+
+def published_as_kimi_vl(folder: Path) -> None:
+    """Give a folder of Kimi-K2.5 the names of Kimi-VL's, which transformers does not have."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "kimi_vl", "architectures": ["KimiVLForConditionalGeneration"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    values = {name.replace("mm_projector", "multi_modal_projector"): value for name, value in held(folder).items()}
+    save_file(values, folder / "model.safetensors", {"format": "pt"})
+
+
+CARRIED = [("glm-moe-dsa", "deepseek-v3"), ("qwen3-vl-moe", "qwen3-moe"), ("kimi-k25", "deepseek-v3")]
+
+
+@pytest.mark.parametrize(("case", "without"), rows([*CARRIED, ("kimi-vl", "deepseek-v3")], test=CARRIED[:2]))
+def test_what_models_here_do_not_have_comes_from_the_folder_that_was_imported(tmp_path, case, without):
+    hf, native, other = tmp_path / "hf", tmp_path / "native", tmp_path / "other"
+    for seed, folder in ((3, hf), (4, other)):
+        tiny_models.make(case.replace("kimi-vl", "kimi-k25"), seed, folder, torch.bfloat16)
+        if case == "kimi-vl":
+            published_as_kimi_vl(folder)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "initializer_range": 0.5}))
+    certificate = convert("hf", "native", hf, native)
+    mapped = {entry["name"] for row in certificate["tensors"] for entry in row["hf"]}
+    carried = sorted(held(hf).keys() - mapped)
+    assert certificate["carried"] == len(carried) > 10 and certificate["ignored"] == carried
+    assert any(note.startswith(f"{len(carried)} tensors") and "--carry-from" in note for note in certificate["notes"])
+    back = convert("native", "hf", native, tmp_path / "back", "--carry-from", str(hf), "--max-shard-size", "100KB")
+    assert unequal(held(hf), held(tmp_path / "back")) == [] and back["carried"].keys() == set(carried)
+    assert (hf / "config.json").read_bytes() == (tmp_path / "back" / "config.json").read_bytes()
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == held(hf).keys()
+    for flags, says in (
+        ((), f"{len(carried)} tensors .*--carry-from DIR.*--family {without}"),
+        (("--carry-from", str(other)), "is not the folder that"),
+        (("--carry-from", str(hf), "--dtype", "fp8"), "--dtype fp8"),
+        (("--carry-from", str(hf), "--family", without), f"has all tensors of a {without}"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            run(words("native", "hf", native, tmp_path / "refused", *flags))
+    # Without them it is a model of text, and the same one.
+    convert("native", "hf", native, tmp_path / "text", "--family", without)
+    convert("hf", "native", tmp_path / "text", tmp_path / "again")
+    assert unequal(*(tensors(path / "iter_0000000") for path in (native, tmp_path / "again"))) == []
 
 
 def test_the_certificate_names_both_sides_with_their_hashes(tmp_path):

@@ -36,7 +36,7 @@ refuse(
     when=lambda run: run.model.group_query_attention and run.model.num_query_groups is None,
 )
 unread(
-    ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "dsa_indexer_topk"),
     "multi_latent_attention",
     "only latent attention reads these; add --multi-latent-attention or drop them",
     in_megatron=True,
@@ -226,7 +226,20 @@ refuse(
     lambda run: (
         f"the sequence has more positions; use --max-position-embeddings {run.model.seq_length} or a shorter sequence"
     ),
-    when=lambda run: run.model.seq_length > run.derived.max_position_embeddings,
+    when=lambda run: (
+        run.derived.max_position_embeddings
+        < run.model.seq_length
+        <= (run.model.dsa_indexer_topk or run.model.seq_length)
+    ),
+)
+refuse(  # then the selection is of all keys before a query
+    "sparse_attention_is_whole",
+    ("seq_length", "dsa_indexer_topk"),
+    lambda run: (
+        "this model's attention reads a selection of so many keys, and attention here reads them all, which is the"
+        f" same up to that length; use --seq-length {run.model.dsa_indexer_topk} or less"
+    ),
+    when=lambda run: run.model.seq_length > (run.model.dsa_indexer_topk or run.model.seq_length),
 )
 
 

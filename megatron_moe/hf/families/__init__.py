@@ -9,11 +9,12 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.hf.family import Family
 
 _FILES = """
-    deepseek_v2 deepseek_v3
+    deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa
     mixtral
     qwen2_moe qwen3_moe
     glm4_moe glm4_moe_lite
     dots1 solar_open
+    qwen3_vl_moe kimi_vl kimi_k25
     ernie4_5_moe hunyuan_v1_moe
     granitemoe granitemoeshared
     olmoe flex_olmo
@@ -32,18 +33,14 @@ for _reason, _kinds in {
     "its layers are others than those of the dense models here": (
         "gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox olmo phi phi3"
     ),
-    "it is a model of several modalities, and the text model is not converted alone": (
-        "kimi_k25 kimi_vl deepseek_vl_v2 qwen3_vl_moe glm4v_moe"
-    ),
+    "it is a model of several modalities, and the text model is not converted alone": ("deepseek_vl_v2 glm4v_moe"),
     "the first DeepSeek-MoE has no latent attention and its own format": "deepseek",
-    "its attention reads a selection of the keys, which the attention here does not": "deepseek_v32 glm_moe_dsa",
     "most of its attention is a gated delta rule": "qwen3_next qwen3_5_moe",
     "most of its attention is a linear attention": "kimi_linear minimax",
     "its experts weigh their input, and its attention is cut into chunks": "llama4 llama4_text",
     "it clips queries, keys and values and normalises by LayerNorm": "dbrx",
     "it chooses by sparsemixer, and its norms, attention and output layer have biases": "phimoe",
-    "most of its layers are state-space models": "jamba",
-    "most of its layers may be state-space models, which a mixture of experts here has not": "granitemoehybrid",
+    "most of its layers are state-space models": "jamba granitemoehybrid",
 }.items():
     REFUSED |= dict.fromkeys(_kinds.split(), _reason)
 
@@ -65,7 +62,7 @@ def family_of(config: dict[str, Any], where: str) -> Family:
         )
     for family in FAMILIES.values():
         if model_type in family.model_types:
-            if architectures not in (None, [family.architecture]):
+            if architectures not in (None, [family.architecture], *([name] for name in family.classes)):
                 raise ConfigError(
                     f"{where}: config.json: architectures {architectures!r} with model_type {model_type!r}: a language "
                     f'model of this type is ["{family.architecture}"]; other classes are not converted'

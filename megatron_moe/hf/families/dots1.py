@@ -19,6 +19,7 @@ def read(keys: Keys) -> dict[str, Any]:
     whole = keys.integer("max_window_layers", default=62)
     if keys.raw("layer_types") is None and keys.has("sliding_window") and whole < layers:
         raise keys.refusal("sliding_window", "attention is over the whole sequence here; null works")
+    keys = keys.with_defaults(n_group=1, topk_group=1)
     flat = {**parts.attention(keys), **parts.routed_and_shared(keys, "num_local_experts")}
     # "noaux_tc", DeepSeek's name of the choice, stands for the score in published files
     routed = parts.biased_sigmoid(keys, flat["num_experts"], flat["moe_router_topk"], "noaux_tc")

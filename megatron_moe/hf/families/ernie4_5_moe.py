@@ -74,6 +74,7 @@ FAMILY = Family(
     write=write,
     models="ERNIE-4.5-21B-A3B, -300B-A47B",
     reads="`moe_layer_start_index`, `_end_index`, `_interval`, shared experts, a bias for the choice in fp32",
-    refuses="`use_bias`, another `moe_norm_min`, multi-token prediction",
-    names=TensorNames(router_bias="mlp.moe_statics.e_score_correction_bias", bias_is_row=True),
+    refuses="`use_bias`, another `moe_norm_min`; layers of multi-token prediction go along as they are",
+    carries_predictions=True,
+    names=TensorNames(router_bias="mlp.moe_statics.e_score_correction_bias", bias_is_row=True, carried=("model.mtp_",)),
 )

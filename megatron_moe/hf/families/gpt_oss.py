@@ -85,5 +85,5 @@ FAMILY = Family(
     models="20b, 120b",
     reads="sinks, `layer_types` with windows, biases, `swiglu_limit`, MXFP4",
     refuses="`attention_bias` false, another `swiglu_alpha`",
-    names=TensorNames(router="mlp.router.weight", fused="mlp.experts."),
+    names=TensorNames(router="mlp.router.weight", stacked="mlp.experts.", interleaved=True),
 )

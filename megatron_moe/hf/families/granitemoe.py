@@ -28,6 +28,7 @@ def read(keys: Keys) -> dict[str, Any]:
     parts.no_window(keys)
     keys.only("attention_bias", (False,), "it means a bias of the output projection too, which has none here")
     keys.only("mlp_bias", (False,), "MLPs have no biases here")
+    keys.only("quantization_config", (), "experts in one tensor are read as they are; dequantise the model first")
     flat = parts.attention(keys)
     for key, field in _FACTORS.items():
         flat[field] = keys.number(key, default=None)

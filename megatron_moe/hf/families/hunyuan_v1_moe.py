@@ -10,6 +10,10 @@ from megatron_moe.hf import family_parts as parts
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys
 from megatron_moe.hf.family import Family, TensorNames
 
+_OF_LAYERS = (
+    "num_experts num_local_experts moe_topk num_experts_per_tok moe_intermediate_size num_shared_expert".split()
+)
+
 
 def read(keys: Keys) -> dict[str, Any]:
     """Return Hunyuan's settings: one shared expert, and queries and keys normalised after their rotation.
@@ -27,34 +31,27 @@ def read(keys: Keys) -> dict[str, Any]:
     keys.only("moe_drop_tokens", (False,), "experts take all their tokens")
     keys.only("moe_random_routing_dropped_token", (False,), "experts take all their tokens")
     keys.ignore("eod_token_id")
-    one = Keys(dict(keys.values), keys.where)
-    for name in ("num_experts", "num_local_experts", "moe_topk", "num_experts_per_tok"):
-        one.values[name] = _of_every_layer(keys, name)
-    width = keys.integer("intermediate_size")
+    layers, width = keys.integer("num_hidden_layers", high=MOST_LAYERS), keys.integer("intermediate_size")
+    for name in _OF_LAYERS:
+        value = keys.raw(name)
+        if isinstance(value, list):
+            if len(value) != layers or value.count(value[0]) != layers:
+                raise keys.refusal(name, "has to be the same for all layers, and given for each or once")
+            keys.values = {**keys.values, name: value[0]}
     for name, wanted in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
-        if keys.has(name) and _of_every_layer(keys, name) != wanted:
-            raise keys.refusal(name, f"transformers reads none of it, and computes with {wanted}")
-    experts = parts.expert_count(one, "num_experts", "num_local_experts")
-    if keys.has("attention_head_dim") and not keys.has("head_dim"):
-        keys.values = {**keys.values, "head_dim": keys.integer("attention_head_dim")}
+        keys.only(name, (wanted,), "transformers reads none of it")
+    experts = parts.expert_count(keys, "num_experts", "num_local_experts")
+    size = keys.integer("head_dim", "attention_head_dim", default=None)
+    if size is not None:
+        keys.values = {**keys.values, "head_dim": size}
     return {
         **_rotation(keys),
         "qk_layernorm": True,
         "qk_layernorm_after_rotation": True,
         "num_experts": experts,
         "moe_shared_expert_intermediate_size": width,
-        **parts.softmax_of_chosen(parts.topk(one, experts, "moe_topk", "num_experts_per_tok")),
+        **parts.softmax_of_chosen(parts.topk(keys, experts, "moe_topk", "num_experts_per_tok")),
     }
-
-
-def _of_every_layer(keys: Keys, name: str) -> Any:
-    """Return a value, or the one that a list has for every layer."""
-    value = keys.raw(name)
-    if not isinstance(value, list):
-        return value
-    if len(value) != keys.integer("num_hidden_layers", high=MOST_LAYERS) or value.count(value[0]) != len(value):
-        raise keys.refusal(name, "has to be the same for all layers, and given for each or once")
-    return value[0]
 
 
 def _rotation(keys: Keys) -> dict[str, Any]:

@@ -16,7 +16,14 @@ def read(keys: Keys) -> dict[str, Any]:
     keys.only("use_qk_norm", (False,), "Solar Open's queries and keys are not normalised")
     # transformers reads neither: no layer is dense
     keys.only("first_k_dense_replace", (0,), "every layer of Solar Open has experts")
-    keys = keys.with_defaults(first_k_dense_replace=0, intermediate_size=keys.raw("moe_intermediate_size"))
+    # published files leave some of these out
+    keys = keys.with_defaults(
+        first_k_dense_replace=0,
+        intermediate_size=keys.raw("moe_intermediate_size"),
+        attention_bias=False,
+        n_group=1,
+        topk_group=1,
+    )
     flat = {**parts.attention(keys), **parts.routed_and_shared(keys, "num_local_experts")}
     return {
         **flat,
