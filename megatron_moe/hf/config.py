@@ -249,6 +249,9 @@ def with_rotation(config: dict[str, Any], flat: dict[str, Any], run: Run) -> tup
     said = change(build(flat).model, run.model)
     if said is None:
         return config, []
+    if "text_config" in config:
+        inner, notes = with_rotation(config["text_config"], flat, run)
+        return {**config, "text_config": inner}, notes
     spellings = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
     others = {key: value for key, value in config.items() if key not in spellings}
     inside = [config.get(key) or {} for key in spellings[1:3]]

@@ -344,12 +344,15 @@ OF_TENSORS: dict[str, Callable[[Tensors, TensorNames, Settings], Tensors | None]
     "heads of queries": _heads_rolled("q"),
     "heads of keys": _heads_rolled("k"),
     "heads of values": _heads_rolled("v"),
+    "rows of queries rolled": lambda t, n, s: _each(
+        t, f"{n.query_key_value[0]}.weight", lambda value: value.roll(1, 0)
+    ),
     "keys for values": lambda t, n, s: _exchange(t, "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "biases of attention left out": lambda t, n, s: _each(t, "_proj.bias", torch.zeros_like),
     "another half rotated": _interleaved,
     "values behind keys": _values_behind_keys,
     "latent norm left out": lambda t, n, s: _each(t, "kv_a_layernorm.weight", torch.ones_like),
-    "output of attention transposed": lambda t, n, s: _transposed(t, "self_attn.o_proj.weight"),
+    "output of attention transposed": lambda t, n, s: _transposed(t, f"{n.attention_output}.weight"),
     "down of experts transposed": lambda t, n, s: _of_expert(t, n, lambda v: [m.t().reshape(m.shape) for m in v], -1),
     "experts rolled": lambda t, n, s: _of_expert(t, n, lambda v: v[1:] + v[:1], -1),
     "first expert for all": lambda t, n, s: _of_expert(t, n, lambda v: [v[0]] * len(v), 0),
@@ -363,8 +366,8 @@ OF_TENSORS: dict[str, Callable[[Tensors, TensorNames, Settings], Tensors | None]
     "shared expert scaled": lambda t, n, s: _each(t, f"{n.shared}{n.matrices[-1]}.weight", lambda value: 0.5 * value),
     "shared expert's gate left out": lambda t, n, s: _each(t, n.shared_gate, torch.zeros_like),
     "layers exchanged": _layers_exchanged,
-    "output tied": lambda t, n, s: _each(t, "lm_head.weight", lambda _: t[f"{n.model}embed_tokens.weight"].clone()),
-    "tokens shifted": lambda t, n, s: _each(t, f"{n.model}embed_tokens.weight", lambda value: value.roll(1, 0)),
+    "output tied": lambda t, n, s: _each(t, "lm_head.weight", lambda _: t[f"{n.model}{n.embedding}"].clone()),
+    "tokens shifted": lambda t, n, s: _each(t, f"{n.model}{n.embedding}", lambda value: value.roll(1, 0)),
     "dense MLP transposed": lambda t, n, s: _transposed(t, f"mlp.{n.matrices[-1]}.weight"),
 }
 """Name -> the tensors of the folder as a wrong converter has them; the same ones where the family has none of them."""
