@@ -229,7 +229,7 @@ class Parity:
             f"{outcome}",
             f"  logits differ by {self.logit_difference:.2e} at most, the largest is {self.largest_logit:.1f}",
             f"  loss {self.loss:.6f}, transformers {self.reference_loss:.6f}",
-            f"  experts: {equal} of {compared} choices equal, {ties} ties",
+            *([f"  experts: {equal} of {compared} choices equal, {ties} ties"] if self.choices else []),
             *map("  FAILED: {}".format, self.failures),
             *map("  not covered: {}".format, self.not_covered),
         ]
@@ -257,7 +257,7 @@ def compare(
     run, total, least = source.run, source.run.model.num_layers, _fewest_layers(source)
     if layers is not None and not least <= layers <= total:
         raise ConfigError(
-            f"--verify-layers {layers}: the model has {total} layers, and layer {least - 1} is the first with experts; "
+            f"--verify-layers {layers}: the model has {total} layers, and the kinds of all are in the first {least}; "
             f"between {least} and {total} are compared"
         )
     length = min(length, run.derived.max_position_embeddings)
@@ -334,7 +334,7 @@ def compare_with(
         chosen += len(experts.unique())
     if chosen < every:
         not_covered.append(f"the weights of {every - chosen} of {every} experts, which none of the tokens chose")
-    if not reference.experts:
+    if not reference.experts and found.run.moe.num_experts is not None:
         not_covered.append("the experts chosen: this release of transformers has no routers of their own to ask")
     return Parity(
         seed=SEED,
@@ -391,7 +391,7 @@ def _largest(values: Tensor) -> float:
 
 
 def _fewest_layers(source: ModelSource) -> int:
-    """Return the number of layers up to the first with experts: our model has at least one such layer."""
+    """Return the number of layers up to the first with experts, if any."""
     pattern = source.run.derived.moe_layer_pattern
     return pattern.index(1) + 1 if 1 in pattern else 1
 
