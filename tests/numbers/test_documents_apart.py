@@ -40,13 +40,14 @@ LENGTH, AT = 64, "at"
 # An Adam whose step is smooth in the gradient: rounding must not decide about a sign.
 FLAGS = {"seq_length": LENGTH, "moe_aux_loss_coeff": (0.0,), "init_method_std": 0.1, "lr": 1e-2, "adam_eps": 1e-2}
 FLAGS |= {"calculate_per_token_loss": True, "global_batch_size": 4, "reset_attention_mask": True}
+YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "rotary_base": 100.0}
 MTP, POSITIONS = {"mtp_num_layers": 1}, {"reset_position_ids": True}
 BOTH = {**CP2, **TP2}
 # (preset, number of the packing, ranks, flags): every pair of two of layout, attention and the rest is in a row.
 PACKED: list[tuple[str, int, int, dict[str, Any]]] = [
     ("tiny", 0, 1, {**MTP, **POSITIONS}),
     ("tiny", 1, 2, {**CP2, **ALL_AGAIN}),
-    ("tiny-gqa", 2, 4, {**CP4, **MTP}),
+    ("tiny-gqa", 2, 4, {**CP4, **MTP, **YARN}),
     ("tiny-gqa", 3, 2, PP2),
     ("tiny-gqa", 4, 1, {**ALL_AGAIN, **SINGLES}),
     ("tiny", 5, 2, {**TP2, **MTP}),
