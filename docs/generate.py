@@ -209,10 +209,9 @@ def family_page(family: Family, published: list[str]) -> str:
     members = [name for name in published if family_name(build(PRESETS[name])) == family.name]
     presets = [f"[{name}](../presets/{name}.md)" for name in members]
     rows = [
-        ("class", f"`{family.architecture}`"),
         ("`model_type`", ", ".join(f"`{kind}`" for kind in family.model_types)),
         ("models", family.models),
-        ("presets", ", ".join(presets)),
+        *([("presets", ", ".join(presets))] if presets else []),
         ("read", family.reads),
         ("refused", family.refuses),
     ]
@@ -221,8 +220,6 @@ def family_page(family: Family, published: list[str]) -> str:
 {NOTE}
 
 {table(("", ""), rows)}
-
-How: [continue a model](../../start/continue_a_model.md), [conversion](../../guides/conversion.md).
 """
 
 
@@ -238,6 +235,8 @@ def families_page(published: list[str]) -> str:
 {NOTE}
 
 {table(("family", "class"), rows)}
+
+How: [continue a model](../../start/continue_a_model.md), [conversion](../../guides/conversion.md).
 
 Other values of `model_type` are refused, these with a reason:
 
