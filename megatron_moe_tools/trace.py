@@ -93,7 +93,6 @@ def _main(argv: list[str]) -> int:
         note(f"{NAME}: {text}")
     gradients = flags.grad_norms is not None
     if gradients:
-        _ = source.required_family
     from megatron_moe_tools.models.experts import (
         expert_tensors,
         experts_by_layer,

@@ -263,7 +263,7 @@ def compare(
     length = min(length, run.derived.max_position_embeddings)
     tokens = torch.randint(0, run.model.vocab_size or 0, (batch, length), generator=torch.Generator().manual_seed(SEED))
     require_memory_to_verify(source, layers, fp8=bool(folder.scales), tokens=tokens.shape)
-    model = load_reference(folder, reference_source.required_family, layers)
+    model = load_reference(folder, reference_source.family, layers)
     if differ := source.dtype != reference_source.dtype:
         round_parameters(model, getattr(torch, source.dtype))
     reference = run_model(model, tokens)
