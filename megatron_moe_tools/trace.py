@@ -92,7 +92,6 @@ def _main(argv: list[str]) -> int:
     for text in source.notes:
         note(f"{NAME}: {text}")
     gradients = flags.grad_norms is not None
-    if gradients:
     from megatron_moe_tools.models.experts import (
         expert_tensors,
         experts_by_layer,
