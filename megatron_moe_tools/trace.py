@@ -87,8 +87,6 @@ def _main(argv: list[str]) -> int:
     for text in source.notes:
         note(f"{NAME}: {text}")
     gradients = flags.grad_norms is not None
-    if gradients:
-        _ = source.required_family
     from megatron_moe_tools.models.experts import (
         expert_tensors,
         experts_by_layer,

@@ -68,35 +68,29 @@ class ModelConfig:
     rotary_interleaved: bool = setting(False, "rotate neighbouring pairs instead of halves (grouped-query attention)")
     rope_type: str = setting(
         "rope",
-        "how rotary frequencies are stretched for a longer context; latent attention: rope or yarn",
+        "how rotary frequencies are stretched; latent attention: rope, yarn",
         choices=("rope", *ROPE_SETTINGS),
     )
-    rotary_scaling_factor: float = setting(
-        1.0, "yarn, linear, llama3, longrope: context extension factor", within=Range(low=1)
-    )
-    original_max_position_embeddings: int = setting(
-        4096, "yarn, llama3, longrope: context length before extension", within=Range(low=2)
-    )
+    rotary_scaling_factor: float = setting(1.0, "context extension factor of --rope-type", within=Range(low=1))
+    original_max_position_embeddings: int = setting(4096, "context length before extension", within=Range(low=2))
     attention_factor: float | None = setting(
-        None, "yarn, longrope: amplitude of rotated queries and keys; default: by the factor", within=POSITIVE
+        None, "yarn, longrope: rotary amplitude; default: by the factor", within=POSITIVE
     )
     beta_fast: float = setting(32.0, "yarn: rotations above which a frequency is kept", within=POSITIVE)
     beta_slow: float = setting(1.0, "yarn: rotations below which a frequency is interpolated", within=POSITIVE)
-    yarn_correction_range_round_to_int: bool = setting(True, "yarn: the ramp begins and ends at whole pairs")
+    yarn_correction_range_round_to_int: bool = setting(True, "yarn: ramp between whole pairs")
     mscale: float = setting(1.0, "yarn: scale of the rotary amplitude", within=POSITIVE)
     mscale_all_dim: float = setting(
         0.0,
-        "yarn: divides the amplitude; latent attention: scale of the logits; 0 switches it off",
+        "yarn: divides the amplitude, scales latent attention's logits; 0: off",
         within=NOT_NEGATIVE,
     )
-    low_freq_factor: float = setting(1.0, "llama3: rotations below which a frequency is divided", within=POSITIVE)
-    high_freq_factor: float = setting(4.0, "llama3: rotations above which a frequency is kept", within=POSITIVE)
+    low_freq_factor: float = setting(1.0, "llama3: as --beta-slow", within=POSITIVE)
+    high_freq_factor: float = setting(4.0, "llama3: as --beta-fast", within=POSITIVE)
     short_factor: tuple[float, ...] | None = setting(
-        None, "longrope: divisor of each pair's frequency, up to the original length", within=POSITIVE
+        None, "longrope: divisor of each frequency, up to the original length", within=POSITIVE
     )
-    long_factor: tuple[float, ...] | None = setting(
-        None, "longrope: the same for a longer --seq-length", within=POSITIVE
-    )
+    long_factor: tuple[float, ...] | None = setting(None, "longrope: the same in longer sequences", within=POSITIVE)
     normalization: str = setting("RMSNorm", "normalisation", choices=("RMSNorm",))
     norm_epsilon: float = setting(1e-6, "epsilon of the normalisation", within=POSITIVE)
     swiglu: bool = setting(True, "gated SiLU in every MLP and expert")

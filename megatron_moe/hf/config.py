@@ -256,6 +256,8 @@ def with_rotation(config: dict[str, Any], flat: dict[str, Any], run: Run) -> tup
     others = {key: value for key, value in config.items() if key not in spellings}
     inside = [config.get(key) or {} for key in spellings[1:3]]
     partly = any("partial_rotary_factor" in keys for keys in (config, *inside))
+    if not run.model.multi_latent_attention:
+        others["head_dim"] = run.derived.head_size  # transformers reads it for frequencies that are stretched
     return {**others, **rope_keys(run, partly)}, [f"config.json: {said}"]
 
 

@@ -235,6 +235,9 @@ def model_card(
         ("positions", f"{run.derived.max_position_embeddings}"),
         ("tokenizer", tokenizer),
     ]
+    if moe.num_experts is None:
+        of_model = [row for row in of_model if "experts of" not in row[0] and row[0] != "parameters used for a token"]
+        of_model[3] = ("layers", f"{model.num_layers}")
     if model.mtp_num_layers:
         depths = f"{model.mtp_num_layers}, which transformers leaves out"
         of_model.insert(5, ("layers of multi-token prediction", depths))

@@ -233,7 +233,7 @@ class HuggingFaceSink(ConversionSink):
         self.options, self.state, self.tokenizer = source.options, source.state, tokenizer
         source.identity = {"tokenizer": tokenizer.facts()}
         source.notes += tokenizer.notes
-        self.family = model.required_family
+        self.family = model.family
         self.run = source.with_stored_padding(model.run)
         if self.options.drop_mtp and self.run.model.mtp_num_layers:
             self.run = replace(self.run, mtp_num_layers=None)

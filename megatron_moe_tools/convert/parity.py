@@ -240,7 +240,7 @@ class Parity:
             f"{outcome}",
             f"  logits differ by {self.logit_difference:.2e} at most, the largest is {self.largest_logit:.1f}",
             f"  loss {self.loss:.6f}, transformers {self.reference_loss:.6f}",
-            f"  experts: {equal} of {compared} choices equal, {ties} ties",
+            *([f"  experts: {equal} of {compared} choices equal, {ties} ties"] if self.choices else []),
             *map("  FAILED: {}".format, self.failures),
             *map("  not covered: {}".format, self.not_covered),
         ]
@@ -268,13 +268,13 @@ def compare(
     run, total, least = source.run, source.run.model.num_layers, _fewest_layers(source)
     if layers is not None and not least <= layers <= total:
         raise ConfigError(
-            f"--verify-layers {layers}: the model has {total} layers, and layer {least - 1} is the first with experts; "
+            f"--verify-layers {layers}: the model has {total} layers, and the kinds of all are in the first {least}; "
             f"between {least} and {total} are compared"
         )
     length = min(length, run.derived.max_position_embeddings)
     tokens = torch.randint(0, run.model.vocab_size or 0, (batch, length), generator=torch.Generator().manual_seed(SEED))
     require_memory_to_verify(source, layers, fp8=bool(folder.scales), tokens=tokens.shape)
-    model = load_reference(folder, reference_source.required_family, layers)
+    model = load_reference(folder, reference_source.family, layers)
     if differ := source.dtype != reference_source.dtype:
         round_parameters(model, getattr(torch, source.dtype))
     reference = run_model(model, tokens)
@@ -345,7 +345,7 @@ def compare_with(
         chosen += len(experts.unique())
     if chosen < every:
         not_covered.append(f"the weights of {every - chosen} of {every} experts, which none of the tokens chose")
-    if not reference.experts:
+    if not reference.experts and found.run.moe.num_experts is not None:
         not_covered.append("the experts chosen: this release of transformers has no routers of their own to ask")
     return Parity(
         seed=SEED,
@@ -402,7 +402,7 @@ def _largest(values: Tensor) -> float:
 
 
 def _fewest_layers(source: ModelSource) -> int:
-    """Return the number of layers up to the first with experts: our model has at least one such layer."""
+    """Return the number of layers up to the first with experts, if any."""
     pattern = source.run.derived.moe_layer_pattern
     return pattern.index(1) + 1 if 1 in pattern else 1
 

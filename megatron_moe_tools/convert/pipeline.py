@@ -332,8 +332,13 @@ def model_words(run: Run, family: str, dtype: str) -> str:
     model, moe = run.model, run.moe
     depths = f" and {model.mtp_num_layers} of multi-token prediction" if model.mtp_num_layers else ""
     tied = "" if model.untie_embeddings_and_output_weights else ", tied"
+    experts = ""
+    if moe.num_experts is not None:
+        experts = (
+            f", {sum(run.derived.moe_layer_pattern)} of them with {moe.num_experts} experts of "
+            f"{run.derived.moe_ffn_hidden_size}, {moe.moe_router_topk} per token"
+        )
     return (
-        f"{family} in {dtype}: {model.num_layers} layers{depths}, {sum(run.derived.moe_layer_pattern)} of them with "
-        f"{moe.num_experts} experts of {run.derived.moe_ffn_hidden_size}, {moe.moe_router_topk} per token; hidden "
-        f"size {model.hidden_size}, vocabulary {model.vocab_size}{tied}"
+        f"{family} in {dtype}: {model.num_layers} layers{depths}{experts}; hidden size {model.hidden_size}, "
+        f"vocabulary {model.vocab_size}{tied}"
     )

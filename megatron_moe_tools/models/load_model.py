@@ -64,7 +64,7 @@ class LoadedCheckpoint:
     @property
     def mapping(self) -> Mapping:
         """Mapping of its tensors to those of a Hugging Face folder. Raises ConfigError: it belongs to no family."""
-        return mapping(self.run, self.source.required_family.names)
+        return mapping(self.run, self.source.family.names)
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -56,29 +56,19 @@ class ModelSource:
     """A checkpoint that can be opened; its small files have been read.
 
     path: the step, or the folder. run: the model's settings, including `vocab_size`. family: its family at Hugging
-    Face, if any. companions: files other than weights of its Hugging Face folder, by name. notes: notes for the user.
+    Face. companions: files other than weights of its Hugging Face folder, by name. notes: notes for the user.
     blocks: returns the tensors of a model with these settings, which may have fewer layers; each is read when it is
     yielded.
     """
 
     path: Path
     run: Run
-    family: Family | None
+    family: Family
     companions: dict[str, Path]
     notes: tuple[str, ...]
     blocks: Callable[[Run], Iterator[BlockValues]]
     dtype: str
     """The widest dtype of its weights as they are stored; weights in fp8 count as bfloat16."""
-
-    @property
-    def required_family(self) -> Family:
-        """Family of the model at Hugging Face. Raises ConfigError: it has none."""
-        if self.family is None:
-            raise ConfigError(
-                f"{self.path}: the model's family at Hugging Face is not known, whose names of tensors are needed; "
-                f"choose one: --family {{{','.join(FAMILIES)}}}"
-            )
-        return self.family
 
 
 def locate(path: Path, ckpt_step: int | None = None, family: str | None = None) -> ModelSource:
@@ -145,13 +135,13 @@ def _native(step: Path, notes: list[str], family: str | None) -> ModelSource:
     name = family or (state.get("hf") or {}).get("family")
     if name is not None and name not in FAMILIES:
         raise ConfigError(f"--family {name}: is none of {', '.join(FAMILIES)}")
-    known_family = family_of_run(run) if name is None else FAMILIES[name]
+    known = family_of_run(run) if name is None else FAMILIES[name]
     dtype = "float32"
     if config.get("bf16") and not config.get("keep_fp32"):
         dtype = "bfloat16"
     elif config.get("fp16") and not config.get("keep_fp32"):
         dtype = "float16"
-    return ModelSource(step, run, known_family, companions, tuple(notes), lambda cut: _parts(step, run, cut), dtype)
+    return ModelSource(step, run, known, companions, tuple(notes), lambda cut: _parts(step, run, cut), dtype)
 
 
 def _parts(step: Path, whole: Run, run: Run) -> Iterator[BlockValues]:

@@ -69,6 +69,17 @@ def test_every_differing_key_is_listed_with_both_values(tmp_path):
         assert words in str(error.value)
 
 
+def test_other_rotary_settings_train_on_from_weights_alone_where_they_are_typed(tmp_path):
+    run = saved_by(RUN, tmp_path)
+    longer = replace(run, rope_type="yarn", rotary_scaling_factor=4.0, original_max_position_embeddings=256)
+    longer = replace(longer, seq_length=1024, finetune=True)
+    typed = dataclasses.replace(longer, explicit=frozenset({"rope_type"}))
+    assert "rope: default -> yarn x4, trained 256 -> 1024, attention amplitude 1.14" in plan(typed).notes
+    for refused in (longer, replace(typed, finetune=False)):
+        with pytest.raises(ConfigError, match="--finetune and --rope-type on the command line"):
+            plan(refused)
+
+
 def test_a_checkpoint_of_megatron_names_its_defaults_where_the_run_has_ours(tmp_path):
     state = {"iteration": 50, "has_optimizer": True, "megatron": {}}
     write_step(tmp_path, 50, config=flatten(replace(RUN, norm_epsilon=1e-5)), state=state)

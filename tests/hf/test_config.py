@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS, PUBLISHED
+from megatron_moe.config.rotary import change
 from megatron_moe.config.rules import check_model
 from megatron_moe.config.schema import Run, build, flatten, replace
 from megatron_moe.hf import config as hf_config
@@ -449,6 +450,52 @@ def test_a_run_that_has_saved_goes_on_without_the_folder_that_it_was_imported_fr
     assert flatten(compat.parse(argv, filled_in)) == flatten(first)
     said = message_of(*argv, "--hidden-size", "96")
     assert "--hidden-size 96 (there: 64)" in said and "iter_0000005" in said
+
+
+@pytest.mark.parametrize(
+    ("case", "flags", "fields", "says"),
+    [
+        # of another kind: the folder's context is the one before extension
+        (
+            "mixtral",
+            "--rope-type yarn --rotary-scaling-factor 4 --seq-length 2048",
+            {"original_max_position_embeddings": 512, "rotary_base": 1e6, "max_position_embeddings": 2048},
+            "rope: default -> yarn x4, trained 512 -> 2048, attention amplitude 1.14",
+        ),
+        # of the same kind: what is not given stays
+        (
+            "qwen2",
+            "--rope-type yarn --rotary-scaling-factor 128",
+            {"original_max_position_embeddings": 8, "beta_slow": 0.05, "max_position_embeddings": 1024},
+            "rope: yarn x4 -> yarn x128, trained 512 -> 1024, attention amplitude 1.49",
+        ),
+        (
+            "llama",
+            "--rope-type rope --rotary-base 5e6 --seq-length 1024",
+            {"rotary_scaling_factor": 1.0, "low_freq_factor": 1.0, "max_position_embeddings": 1024},
+            "rope: llama3 x4 -> default, trained 512 -> 1024, attention amplitude 1, rotary_base 100.0 -> 5000000.0",
+        ),
+    ],
+)
+def test_a_model_is_trained_on_with_another_rotary_embedding_where_its_type_is_given(
+    tmp_path, case, flags, fields, says
+):
+    where = str(folder(tmp_path / "hf", case))
+    before = compat.parse(["--load-hf", where], filled_in)
+    argv = ["--load-hf", where, "--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"), *flags.split()]
+    run = compat.parse(argv, filled_in)
+    assert {name: getattr(run.model, name) for name in fields} == fields
+    assert change(before.model, run.model) == says
+    write_step(tmp_path / "run", 5, config=flatten(run))
+    assert flatten(compat.parse(argv, filled_in)) == flatten(run), "the second start takes it from the run's own step"
+    config = saved(case)
+    for said in (config, tiny_models.hub_spelling(config)):
+        written, (note,) = hf_config.with_rotation(said, read(said).flat, run)
+        assert note == f"config.json: {says}"
+        assert hf_config.differences(run, read(written).flat) == []
+        assert loaded(written).model.rotary_emb.attention_scaling == pytest.approx(Rotation.from_run(run).amplitude)
+        assert hf_config.with_rotation(written, read(written).flat, run) == (written, [])
+    assert "--rope-type beside it" in message_of("--load-hf", where, "--rotary-base", "77")
 
 
 def test_a_pretrained_checkpoint_is_loaded_until_the_run_has_a_step_of_its_own(tmp_path):

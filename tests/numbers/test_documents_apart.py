@@ -42,13 +42,14 @@ FLAGS = {"seq_length": LENGTH, "moe_aux_loss_coeff": (0.0,), "init_method_std": 
 FLAGS |= {"calculate_per_token_loss": True, "global_batch_size": 4, "reset_attention_mask": True}
 SINKS = {"softmax_type": "learnable", "window_size": "5,0", "window_attn_skip_freq": 2, "num_layers": 4}
 MODELS = {**PRESETS, "sinks": {**PRESETS["tiny-gqa"], **SINKS, "add_bias_linear": True}}
+YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 16, "rotary_base": 100.0}
 MTP, POSITIONS = {"mtp_num_layers": 1}, {"reset_position_ids": True}
 BOTH = {**CP2, **TP2}
 # (preset, number of the packing, ranks, flags): every pair of two of layout, attention and the rest is in a row.
 PACKED: list[tuple[str, int, int, dict[str, Any]]] = [
     ("tiny", 0, 1, {**MTP, **POSITIONS}),
     ("tiny", 1, 2, {**CP2, **ALL_AGAIN}),
-    ("tiny-gqa", 2, 4, {**CP4, **MTP}),
+    ("tiny-gqa", 2, 4, {**CP4, **MTP, **YARN}),
     ("tiny-gqa", 3, 2, PP2),
     ("sinks", 17, 2, {**CP2, **EP2}),
     ("tiny-gqa", 4, 1, {**ALL_AGAIN, **SINGLES}),

@@ -57,6 +57,15 @@ def test_the_small_copy_has_the_features_of_the_model(preset, changed):
     assert changed_fields(run, copy)["hidden_size"] == (run.model.hidden_size, 32) or run.model.hidden_size == 32
 
 
+def test_longrope_of_the_small_copy_has_a_divisor_for_each_pair_and_its_sequences_are_long():
+    divisors = {"short_factor": (1.0,) * 24, "long_factor": tuple(map(float, range(1, 25)))}
+    sizes = {"kv_channels": 96, "rotary_percent": 0.5, "rotary_scaling_factor": 4.0}
+    copy = small_copy(replace(Run(), rope_type="longrope", **divisors, **sizes))
+    rules.check(copy, 1)
+    assert copy.model.long_factor == (1.0, 2.0, 3.0, 4.0)
+    assert copy.model.seq_length > copy.model.original_max_position_embeddings
+
+
 def test_auxiliary_losses_of_the_small_copy_show_in_the_gradients():
     kinds, coeffs = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
     moe = {"num_experts": 8, kinds: ("seq_aux_loss", "global_aux_loss"), coeffs: (1e-4, 0.2)}

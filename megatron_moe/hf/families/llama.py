@@ -26,8 +26,8 @@ FAMILY = Family(
     model_types=("llama",),
     read=read,
     write=write,
-    models="Llama 2, 3, 3.1, 3.2 (text), and others in its format",
-    reads="any `head_dim`, each kind of rotary scaling but `dynamic`",
+    models="Llama 2, 3, 3.1, 3.2",
+    reads="any `head_dim`",
     refuses="`attention_bias`, `mlp_bias`",
     dense=True,
 )

@@ -27,8 +27,8 @@ FAMILY = Family(
     model_types=("qwen2",),
     read=read,
     write=write,
-    models="Qwen2, Qwen2.5, 0.5B to 72B",
+    models="Qwen2, Qwen2.5",
     reads="biases of queries, keys and values",
-    refuses="`use_sliding_window`, `layer_types` other than full attention",
+    refuses="`use_sliding_window`",
     dense=True,
 )

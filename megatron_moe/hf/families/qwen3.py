@@ -30,7 +30,7 @@ FAMILY = Family(
     read=read,
     write=write,
     models="0.6B to 32B",
-    reads="any `head_dim`, queries and keys normalised per head",
-    refuses="`attention_bias`, `use_sliding_window`, `layer_types` other than full attention",
+    reads="any `head_dim`",
+    refuses="`attention_bias`, `use_sliding_window`",
     dense=True,
 )
