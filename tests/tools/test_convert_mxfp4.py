@@ -1,4 +1,4 @@
-"""MXFP4: what --dtype mxfp4 rounds, that transformers reads the same numbers, and that reading and writing keep them."""
+"""MXFP4: what --dtype mxfp4 rounds; transformers reads the same numbers, and reading and writing keep them."""
 
 import json
 
