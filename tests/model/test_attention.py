@@ -53,7 +53,7 @@ def reference(query, key, value, scale, window=None, sinks=None):
 ALONE = SimpleNamespace(cp=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 6e-4)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 3e-6), (torch.bfloat16, 4e-3), (torch.float16, 6e-4)])
 @pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
 def test_windows_and_sinks_agree_with_the_reference(kind, dtype, bound):
     sizes = {"num_attention_heads": 4, "tensor_model_parallel_size": 1, "params_dtype": dtype, "softmax_type": kind}
