@@ -30,7 +30,8 @@ DENSE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 KINDS: dict[str, str] = {
     "copies": "--num-experts 4 --moe-router-topk 2",
-    "one of two copies": "--num-experts 2 --moe-router-topk 1 --moe-layer-freq [0,1,0]",
+    "one of two copies": "--num-experts 2 --moe-router-topk 1 --moe-layer-freq [0,1,0] --moe-router-pre-softmax"
+    " --upcycle-router zeros",
     "sigmoid": "--num-experts 4 --moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     " --moe-router-topk-scaling-factor 2",
     "equal weights": "--num-experts 8 --moe-router-topk 2 --upcycle-router zeros --moe-router-pre-softmax",
