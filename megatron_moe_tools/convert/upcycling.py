@@ -49,6 +49,11 @@ class UpcycledSource(RemadeSource):
         words, pattern = self.plan.words(), list(run.derived.moe_layer_pattern)
         facts = {**self.plan.facts(), "moe_layers": pattern}
         self.become(run, {**given, "moe_ffn_hidden_size": self.plan.width}, facts, words)
+        if not self.plan.router_std:
+            self.notes.append(
+                "--upcycle-router zeros: all scores are equal at first, and all tokens choose the same experts; balance "
+                "them from the first step, by --moe-router-enable-expert-bias or an auxiliary loss"
+            )
 
     def _source_of(self, key: str) -> str:
         """Return a tensor's name in the dense model; a depth of prediction that it lacks is made of its last layer."""
