@@ -163,9 +163,8 @@ def run(argv: list[str]) -> int:
         require_memory_to_verify(locate(load, args.ckpt_step, args.family), args.verify_layers)
     from megatron_moe_tools.convert.remade import RemadeSource
 
-    remade = sink.source if isinstance(sink.source, RemadeSource) else None
-    if remade is not None:
-        remade.require_memory(args.verify_layers)
+    if isinstance(sink.source, RemadeSource):
+        sink.source.require_memory(args.verify_layers)
     for line in (*sink.source.notes, *sink.source.warnings):
         note(line)
     if args.dry_run:
@@ -186,8 +185,8 @@ def run(argv: list[str]) -> int:
     with workspace.open():
         try:
             content = convert(sink, workspace)
-            if remade is not None:
-                content["verification"] = remade.compared(workspace.output, args.verify_layers)
+            if isinstance(sink.source, RemadeSource):
+                content["verification"] = sink.source.compared(workspace.output, args.verify_layers)
             elif args.verify:
                 content["verification"] = _parity(args, workspace.output).as_dict()
             return _publish(args, workspace, content)
@@ -283,14 +282,14 @@ def _check_remaking(args: argparse.Namespace, way: tuple[str, str]) -> None:
     for kind in _CHANGES:
         given[f"--{kind}-experts"] = getattr(args, f"{kind}_experts")
     flags = [flag for flag, value in given.items() if value is not None]
-    args.remade = flag = flags[0] if flags else None
+    args.remade = flag = next(iter(flags), None)
     if len(flags) > 1:
         raise ConfigError(f"{' and '.join(flags)}: each makes another model; do one after the other")
     others = {"--upcycle": _UPCYCLING[:-1], "--prune-experts, --merge-experts or --reinit-experts": ("tokens", "texts")}
     for needed, names in (*others.items(), ("--upcycle or --reinit-experts", ("seed",))):
         for name in names:
             if getattr(args, name) is not None and (flag is None or flag not in needed):
-                shown = "text-file" if name == "texts" else name.replace("_", "-")
+                shown = {"texts": "text-file"}.get(name, name.replace("_", "-"))
                 raise ConfigError(f"--{shown}: is for {needed}, which is not there; drop it")
     if flag is None:
         return
@@ -300,8 +299,9 @@ def _check_remaking(args: argparse.Namespace, way: tuple[str, str]) -> None:
             "other one without it"
         )
     if args.average_steps is not None or args.ema:
-        other = "--ema" if args.ema else "--average-steps"
-        raise ConfigError(f"{flag}: the new model is compared with one step; convert with {other} first")
+        raise ConfigError(
+            f"{flag}: the new model is compared with one step; convert with --average-steps or --ema first"
+        )
     if args.verify or args.verify_only:
         raise ConfigError(f"{flag}, --verify: both models are compared anyway; leave --verify out")
     for name, least in (("moe_upcycling_granularity", 1), ("upcycle_noise", 0), ("seed", 0)):
@@ -416,7 +416,9 @@ def _remade(args: argparse.Namespace, options: ConversionOptions) -> RemadeSourc
     if args.upcycle:
         return UpcycledSource(of, model.run, args.given, UpcycleFlags(*(getattr(args, name) for name in _UPCYCLING)))
     kind = next(kind for kind in _CHANGES if getattr(args, f"{kind}_experts") is not None)
-    change = ExpertChange(kind, getattr(args, f"{kind}_experts"), *() if args.seed is None else (args.seed,))
+    change = ExpertChange(kind, getattr(args, f"{kind}_experts"))
+    if args.seed is not None:
+        change = replace(change, seed=args.seed)
     return ChangedExperts(of, model, change, args.sequences)
 
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from megatron_moe.config import rules, schema
@@ -113,7 +115,9 @@ def members(change: ExpertChange, load: Tensor, cosine: Tensor, groups: int) -> 
     if change.kind == "reinit":
         least = change.to * float(load.sum()) / experts
         for expert in range(experts):
-            found.append(((expert, 1.0),) if float(load[expert]) >= least else ())
+            found.append(())
+            if float(load[expert]) >= least:
+                found[-1] = ((expert, 1.0),)
         return found
     each, size = int(change.to) // groups, experts // groups
     for first in range(0, experts, size):
@@ -126,10 +130,18 @@ def members(change: ExpertChange, load: Tensor, cosine: Tensor, groups: int) -> 
                 joined[max(kept, key=lambda other: float(cosine[expert, other]))].append(expert)
         for expert in kept:
             together = joined[expert]
-            total = float(load[together].sum())
-            weights = [float(load[one]) / total if total else 1 / len(together) for one in together]
-            found.append(tuple(zip(together, weights)))
+            shares = load[together].double()
+            if not shares.sum():
+                shares = torch.ones_like(shares)
+            found.append(tuple(zip(together, (shares / shares.sum()).tolist())))
     return found
+
+
+def _first(made: Sequence[Sequence[Any]]) -> int:
+    """Return the expert whose row in the router an expert has; `NEW` for a new one."""
+    for expert, _ in made:
+        return int(expert)
+    return NEW
 
 
 class ChangedExperts(RemadeSource):
@@ -158,7 +170,7 @@ class ChangedExperts(RemadeSource):
                 f"{change.flag}: every expert has at least {change.to:g} times an even share on these tokens; there is "
                 "nothing to draw anew"
             )
-        changed = {} if new is self.old else {"num_experts": new.moe.num_experts}
+        changed = {"num_experts": new.moe.num_experts}
         facts = {**dataclasses.asdict(change), "tokens": self.before.tokens, "layers": layers}
         self.become(new, changed, facts, self._words_of(layers))
 
@@ -167,8 +179,7 @@ class ChangedExperts(RemadeSource):
         drawn = sum(not one for made in self.members.values() for one in made)
         what = f"{drawn} experts are drawn anew"
         if self.change.kind != "reinit":
-            verb = "kept" if self.change.kind == "prune" else "left after merging"
-            what = f"{self.run_experts} of {self.old.moe.num_experts} experts are {verb}"
+            what = f"{self.run_experts} of {self.old.moe.num_experts} experts are left"
         return f"{what}; the experts that stay had {100 * least:.1f} % of a layer's load, at least"
 
     @property
@@ -192,10 +203,10 @@ class ChangedExperts(RemadeSource):
             return Recipe(None, std=std, seed=self.change.seed)
         if ".mlp.router." not in key:
             return Recipe(key)
-        rows = tuple(one[0][0] if one else NEW for one in self._of_layer(key))
+        rows = tuple(_first(one) for one in self._of_layer(key))
         if key.endswith(".expert_bias"):
             return Recipe(key, rows=rows, mean=True)
-        return Recipe(key, rows=rows, std=std if NEW in rows else 0.0, seed=self.change.seed)
+        return Recipe(key, rows=rows, std=std * (NEW in rows), seed=self.change.seed)
 
     def require_coverage(self, rows: list[Row]) -> None:
         """Check that each layer's experts, rows and biases are of the same experts, each used once at most."""
@@ -210,17 +221,16 @@ class ChangedExperts(RemadeSource):
                 if "rows" in recipe:
                     found += recipe["rows"]
                 else:
-                    found.append([expert for expert, _ in recipe.get("experts", ())])
+                    found.append(recipe.get("experts", []))
         wrong += map("{} is not used".format, sorted(self.dtypes.keys() - used))
         for layer, of in sorted(layers.items()):
             experts = of["experts.weight1"]
-            first = [one[0] if one else NEW for one in experts]
-            every = [expert for one in experts for expert in one]
+            first, every = list(map(_first, experts)), [expert for one in experts for expert, _ in one]
             fewest = {"prune": self.run_experts, "merge": self.old.moe.num_experts}.get(self.change.kind, len(every))
             if len(set(every)) != len(every) or len(every) != fewest:
                 wrong.append(f"{layer}mlp.experts: made of experts {every}, each once")
             for name, found in of.items():
-                if found != (experts if name.startswith("experts.") else first):
+                if found not in (first, experts) or name.startswith("experts.") != (found == experts):
                     wrong.append(f"{layer}mlp.{name}: is of experts {found}, the first matrix of {experts}")
         if wrong:
             raise ConfigError(listing(f"--load {self.path}: experts and router are not of the same experts:", wrong))

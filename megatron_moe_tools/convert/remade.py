@@ -75,7 +75,9 @@ class Recipe:
         """Return the recipe of a row."""
         given: dict[str, Any] = {"key": None}
         for name, value in words.items():
-            given[name] = tuple(value) if isinstance(value, list) else value
+            given[name] = value
+            if isinstance(value, list):
+                given[name] = tuple(value)
         return cls(**given)
 
 
@@ -99,10 +101,12 @@ class RemadeSource(ConversionSource):
         self.config, self.state = of.step_json()
         precision = {name: bool(self.config.get(name)) for name in ("bf16", "fp16")}
         patterns = self.config.get("keep_fp32")
+        if patterns is not None:
+            patterns = tuple(patterns)
         self.old = schema.replace(
             run,
             **precision,
-            keep_fp32=None if patterns is None else tuple(patterns),
+            keep_fp32=patterns,
             padded_vocab_size=of.shapes[EMBEDDING][0],
         )
         head = f"--load {of.path}: its tensors are not those of its configuration:"
@@ -119,7 +123,7 @@ class RemadeSource(ConversionSource):
         self.shapes = mapping(run, DEEPSEEK).shapes
         self.identity = {**self.of.identity, self.direction: plan, "settings": changed}
         family = family_of_run(run)
-        self.family = None if family is None else family.name
+        self.family = getattr(family, "name", None)
         self.dtype = dtype_name(self.dtypes[f"decoder.layers.0.self_attention.{_PROJECTION}"])
         self.summary = model_words(run, self.family or "no family", self.dtype)
         self.notes.append(f"{self.direction}: {words}")
@@ -204,11 +208,15 @@ class RemadeSource(ConversionSource):
         """Return a tensor of the source, or the block of one of its experts."""
         shape = self.of.shapes[key]
         start = (expert or 0, *(0,) * (len(shape) - 1))
-        block = Block(key, start, shape if expert is None else (1, *shape[1:]), dtype)
+        if expert is not None:
+            shape = (1, *shape[1:])
+        block = Block(key, start, shape, dtype)
         if self._held is None or self._held[0] != block:  # the experts of a layer may be made of one tensor
             self._held = (block, *self.of.read(block))
         row = self._held[2]
-        sources.append({**row["native"], "hf": row["hf"]} if "hf" in row else row["native"])
+        sources.append(dict(row["native"]))
+        if "hf" in row:
+            sources[-1]["hf"] = row["hf"]
         return self._held[1]
 
     def require_made_back(self, row: Row, block: Tensor) -> None:

@@ -54,7 +54,9 @@ class Upcycling:
     @property
     def promised(self) -> float | None:
         """The bound that the logits have to keep; None where noise makes another model."""
-        return None if self.noise else PROMISED
+        if self.noise:
+            return None
+        return PROMISED
 
     def units(self, expert: int) -> tuple[int, int]:
         """Return the first and the last but one hidden unit of an expert."""
@@ -75,10 +77,15 @@ class Upcycling:
         """Return the plan in a line."""
         if not self.scale:
             return f"the MLP is the shared expert; {self.parts * self.copies} experts of {self.width} add nothing yet"
-        cut = "" if self.parts == 1 else f", each cut into {self.parts} parts of {self.width}"
-        shared = f", without the {self.shared} units of the shared expert" if self.shared else ""
-        scaled = "" if self.scale == 1 else f"; down projections times {self.scale:g}"
-        return f"{self.copies} copies of the MLP{shared}{cut}; {self.copies_per_token} copies per token{scaled}"
+        text = f"{self.copies} copies of the MLP"
+        if self.shared:
+            text += f", without the {self.shared} units of the shared expert"
+        if self.parts > 1:
+            text += f", each cut into {self.parts} parts of {self.width}"
+        text += f"; {self.copies_per_token} copies per token"
+        if self.scale != 1:
+            text += f"; down projections times {self.scale:g}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,11 @@ def upcycled_run(dense: Run, given: dict[str, Any], flags: UpcycleFlags, where: 
             f"--num-experts {experts}: each MLP is cut into {parts} parts, and every part needs as many experts as the "
             f"others; a multiple of {parts} works, e.g. {-(-experts // parts) * parts}"
         )
-    zeros = flags.router == "zeros"
+    zeros, std, seed = flags.router == "zeros", run.model.init_method_std, flags.seed
+    if zeros:
+        std = 0.0
+    if seed is None:
+        seed = 1234
     scale, copies_per_token = 0.0, max(moe.moe_router_topk // parts, 1)
     if shared < width:
         _require_whole_copies(run, parts, zeros)
@@ -134,10 +145,10 @@ def upcycled_run(dense: Run, given: dict[str, Any], flags: UpcycleFlags, where: 
         copies=experts // parts,
         copies_per_token=copies_per_token,
         scale=scale,
-        shared_scale=2.0 if moe.moe_shared_expert_gate else 1.0,  # the gate is zero, and its sigmoid a half
-        router_std=0.0 if zeros else run.model.init_method_std,
+        shared_scale=1.0 + moe.moe_shared_expert_gate,  # the gate is zero, and its sigmoid a half
+        router_std=std,
         noise=flags.noise or 0.0,
-        seed=1234 if flags.seed is None else flags.seed,
+        seed=seed,
     )
     return run, plan
 
@@ -160,14 +171,16 @@ def _cut(width: int, shared: int, expert: int | None, granularity: int | None) -
             f"--moe-shared-expert-intermediate-size {shared}: is made of the dense MLP, which has {width} hidden units"
         )
     routed = width - shared or width
-    parts = granularity or (1 if expert is None else max(routed // expert, 1))
+    parts = granularity or max(routed // (expert or routed), 1)
     if routed % parts or routed // parts != (expert or routed // parts):
         if expert is not None and granularity is not None:
             raise ConfigError(
                 f"--moe-ffn-hidden-size {expert}, --moe-upcycling-granularity {granularity}: {granularity} parts of "
                 f"{expert} are not the {routed} hidden units that are cut; leave one of the two out"
             )
-        shown = f"--moe-upcycling-granularity {parts}" if expert is None else f"--moe-ffn-hidden-size {expert}"
+        shown = f"--moe-ffn-hidden-size {expert}"
+        if expert is None:
+            shown = f"--moe-upcycling-granularity {parts}"
         raise ConfigError(
             f"{shown}: does not divide the {routed} hidden units of an MLP that the experts share; "
             f"--moe-upcycling-granularity {_divisor(routed, parts)} does"

@@ -49,6 +49,11 @@ class UpcycledSource(RemadeSource):
         words, pattern = self.plan.words(), list(run.derived.moe_layer_pattern)
         facts = {**self.plan.facts(), "moe_layers": pattern}
         self.become(run, {**given, "moe_ffn_hidden_size": self.plan.width}, facts, words)
+        if not self.plan.router_std:
+            self.notes.append(
+                "--upcycle-router zeros: all scores are equal at first, and all tokens choose the same experts; balance "
+                "them from the first step, by --moe-router-enable-expert-bias or an auxiliary loss"
+            )
 
     def _source_of(self, key: str) -> str:
         """Return a tensor's name in the dense model; a depth of prediction that it lacks is made of its last layer."""
@@ -65,7 +70,9 @@ class UpcycledSource(RemadeSource):
         layer = "decoder.layers.0."
         if (found := _MLP.match(source)) is not None:
             layer = found[1]
-        return self.dtypes[f"{layer}mlp.{DOWN if source.endswith(('weight2', DOWN)) else GATE_AND_UP}"]
+        if source.endswith(("weight2", DOWN)):
+            return self.dtypes[f"{layer}mlp.{DOWN}"]
+        return self.dtypes[f"{layer}mlp.{GATE_AND_UP}"]
 
     def recipe(self, block: Block) -> Recipe:
         plan, key = self.plan, self._source_of(block.key)
@@ -107,8 +114,9 @@ class UpcycledSource(RemadeSource):
                 units.setdefault(use, Counter())[tuple(recipe["units"])] += 1
         wrong = list(map("{} is not used".format, sorted(self.dtypes.keys() - used)))
         wanted = Counter[tuple[int, int]]()
-        for first in range(plan.shared if plan.scale else 0, plan.dense_width, plan.width):
-            wanted[first, first + plan.width] += plan.copies
+        for expert in range(plan.parts * plan.copies):
+            first = plan.units(0)[0] + expert % plan.parts * plan.width
+            wanted[first, first + plan.width] += 1
         if plan.shared:
             wanted[0, plan.shared] += 1
         for use, found in sorted(units.items()):
@@ -185,9 +193,13 @@ class LogitComparison:
 
     def line(self) -> str:
         """Return the comparison in a line."""
-        bound = "nothing was promised, with noise" if self.promised is None else f"{self.promised:.0e} is promised"
+        bound, outcome = "nothing was promised, with noise", "FAILED"
+        if self.promised is not None:
+            bound = f"{self.promised:.0e} is promised"
+        if self.passed:
+            outcome = "passed"
         return (
-            f"{'passed' if self.passed else 'FAILED'}: on {self.sequences} x {self.length} random tokens through "
+            f"{outcome}: on {self.sequences} x {self.length} random tokens through "
             f"{self.layers} layers the logits are {self.relative:.1e} from the dense model's, relative to a token's "
             f"largest; {bound}. Loss {self.loss:.6f}, dense {self.dense_loss:.6f}"
         )

@@ -30,7 +30,8 @@ DENSE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 KINDS: dict[str, str] = {
     "copies": "--num-experts 4 --moe-router-topk 2",
-    "one of two copies": "--num-experts 2 --moe-router-topk 1 --moe-layer-freq [0,1,0]",
+    "one of two copies": "--num-experts 2 --moe-router-topk 1 --moe-layer-freq [0,1,0] --moe-router-pre-softmax"
+    " --upcycle-router zeros",
     "sigmoid": "--num-experts 4 --moe-router-topk 3 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     " --moe-router-topk-scaling-factor 2",
     "equal weights": "--num-experts 8 --moe-router-topk 2 --upcycle-router zeros --moe-router-pre-softmax",
@@ -200,7 +201,7 @@ REFUSED = [
     ("--num-experts 4 --moe-router-topk 2 --hidden-size 64", "--hidden-size 64: the settings of the experts"),
     ("--num-experts 4 --moe-router-topk 2 --lr 0.1", "--lr 0.1: is no setting of the model"),
     ("--num-experts 4 --moe-router-topk 2 --upcycle-noise -1", "--upcycle-noise -1.0: has to be at least 0"),
-    ("--num-experts 4 --moe-router-topk 2 --ema", "convert with --ema first"),
+    ("--num-experts 4 --moe-router-topk 2 --ema", "convert with --average-steps or --ema first"),
     ("--num-experts 4 --moe-router-topk 2 --verify-layers 4", "--verify-layers 4: the model has 3 layers"),
 ]
 
