@@ -55,6 +55,8 @@ ENGINE_FORMAT = {
 """The content of `metadata.json`, by which the engine recognizes the format."""
 HAS_AVERAGE = "has_average"
 """The entry of a step's state that says whether it has the average of the weights, of `--ema-decay`."""
+MADE = "made"
+"""The entry of a step's state that says what other model it was made of, by upcycling or a change of experts."""
 LARGEST_JSON = 64 * 2**20
 """The largest configuration or state that is read, in bytes."""
 

@@ -12,6 +12,7 @@ from megatron_moe.checkpoint import folder, origin
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.model_flags import ModelConfig, MoEConfig
 from megatron_moe.config.module_names import frozen, kept_in_fp32
+from megatron_moe.config.rotary import ROTARY_FIELDS, change
 from megatron_moe.config.schema import Run, fields_by_name, flatten, replace
 from megatron_moe.io.texts import how_to_download, is_hub_name
 
@@ -38,6 +39,7 @@ class CheckpointSource:
     def weights_only(self) -> bool:
         """Whether the step was converted, not trained: it has no optimizer, schedule or data to go on with."""
         imported = self.state.get(origin.FOLDER) is not None or origin.is_of_megatron(self.state)
+        imported = imported or folder.MADE in self.state
         return imported and not self.state.get("has_optimizer") and "scheduler" not in self.state
 
 
@@ -123,10 +125,18 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
     # (converted, or saved so) it has no fp32 main weights to make weights of other dtypes from.
     current = flatten(run) | schedule_settings(run, source)
     differing = [name for name in architecture_keys() if name in config and config[name] != current[name]]
+    if "rope_type" in run.explicit and (options.finetune or source.weights_only):
+        positions = config.get("max_position_embeddings") or config.get("seq_length")
+        before = replace(run, **{name: config[name] for name in ROTARY_FIELDS if name in config})
+        stretched = change(replace(before, max_position_embeddings=positions).model, run.model)
+        notes += [] if stretched is None else [stretched]
+        differing = [name for name in differing if name not in ROTARY_FIELDS]
     if not has_optimizer:
         differing += other_dtypes(run, config)
     if differing:
         hint = "use the checkpoint's values, which --use-checkpoint-args takes, or another folder"
+        if set(differing) <= set(ROTARY_FIELDS):
+            hint = "other rotary settings train on from it with --finetune and --rope-type on the command line"
         if origin.is_of_megatron(state) and any(current[name] == _DEFAULTS[name] for name in differing):
             hint = (
                 "it is Megatron-LM's; what the command leaves open has the defaults there with --defaults megatron, "

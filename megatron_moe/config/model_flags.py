@@ -24,6 +24,19 @@ NO_LOSSES = frozenset(("none", "sinkhorn", QUANTILE))
 """What balances without an auxiliary loss, or not at all."""
 LATENT, EXPANDED = EXCHANGES = ("latent", "expanded")
 """What context-parallel ranks exchange of latent attention: latents, or the keys and values that are made of them."""
+ROPE_SETTINGS = {
+    "yarn": (
+        *("rotary_scaling_factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *("yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
+    ),
+    "linear": ("rotary_scaling_factor",),
+    "llama3": ("rotary_scaling_factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "longrope": (
+        *("rotary_scaling_factor", "original_max_position_embeddings", "attention_factor"),
+        *("short_factor", "long_factor"),
+    ),
+}
+"""Kinds of stretched rotary frequencies -> the settings that each reads."""
 MOST_FLOPS_PER_BYTE = 1000
 """FLOPs worth computing to send a byte less: 0.4 x 989 TFLOP/s of an H100 over its 300 GB/s of NVLink is 1,300."""
 
@@ -53,30 +66,82 @@ class ModelConfig:
     rotary_base: float = setting(10000.0, "base of the rotary frequencies", within=Range(above=1))
     rotary_percent: float = setting(1.0, "share of a head's width that is rotated", within=Range(above=0, high=1))
     rotary_interleaved: bool = setting(False, "rotate neighbouring pairs instead of halves (grouped-query attention)")
-    rope_type: str = setting("rope", "rotary embedding of latent attention", choices=("rope", "yarn"))
-    rotary_scaling_factor: float = setting(1.0, "yarn: context extension factor", within=Range(low=1))
+    rope_type: str = setting(
+        "rope",
+        "how rotary frequencies are stretched for a longer context; latent attention: rope or yarn",
+        choices=("rope", *ROPE_SETTINGS),
+    )
+    rotary_scaling_factor: float = setting(
+        1.0, "yarn, linear, llama3, longrope: context extension factor", within=Range(low=1)
+    )
     original_max_position_embeddings: int = setting(
-        4096, "yarn: context length before extension", within=POSITIVE_COUNT
+        4096, "yarn, llama3, longrope: context length before extension", within=Range(low=2)
+    )
+    attention_factor: float | None = setting(
+        None, "yarn, longrope: amplitude of rotated queries and keys; default: by the factor", within=POSITIVE
     )
     beta_fast: float = setting(32.0, "yarn: rotations above which a frequency is kept", within=POSITIVE)
     beta_slow: float = setting(1.0, "yarn: rotations below which a frequency is interpolated", within=POSITIVE)
+    yarn_correction_range_round_to_int: bool = setting(True, "yarn: the ramp begins and ends at whole pairs")
     mscale: float = setting(1.0, "yarn: scale of the rotary amplitude", within=POSITIVE)
-    mscale_all_dim: float = setting(0.0, "yarn: scale of the attention logits; 0 switches it off", within=NOT_NEGATIVE)
-    use_rope_scaling: bool = setting(False, "Llama 3's scaling of the rotary frequencies; not here")
+    mscale_all_dim: float = setting(
+        0.0,
+        "yarn: divides the amplitude; latent attention: scale of the logits; 0 switches it off",
+        within=NOT_NEGATIVE,
+    )
+    low_freq_factor: float = setting(1.0, "llama3: rotations below which a frequency is divided", within=POSITIVE)
+    high_freq_factor: float = setting(4.0, "llama3: rotations above which a frequency is kept", within=POSITIVE)
+    short_factor: tuple[float, ...] | None = setting(
+        None, "longrope: divisor of each pair's frequency, up to the original length", within=POSITIVE
+    )
+    long_factor: tuple[float, ...] | None = setting(
+        None, "longrope: the same for a longer --seq-length", within=POSITIVE
+    )
     normalization: str = setting("RMSNorm", "normalisation", choices=("RMSNorm",))
     norm_epsilon: float = setting(1e-6, "epsilon of the normalisation", within=POSITIVE)
     swiglu: bool = setting(True, "gated SiLU in every MLP and expert")
+    quick_geglu: bool = setting(False, "gate MLPs and experts by x sigmoid(1.702 x) in place of SiLU")
+    glu_linear_offset: float = setting(
+        0.0, "add this to the half of a gated layer that the gate multiplies", within=NOT_NEGATIVE
+    )
+    activation_func_clamp_value: float | None = setting(
+        None, "cut a gated layer's halves: both off above this, the gated one below its negative", within=POSITIVE
+    )
     add_bias_linear: bool = setting(
-        False, "biases in the linear layers (Megatron-LM: the opposite of --disable-bias-linear)"
+        False, "biases in linear layers, experts and router (Megatron-LM: the opposite of --disable-bias-linear)"
     )
     add_qkv_bias: bool = setting(False, "biases in the query, key and value projections only")
     qk_layernorm: bool = setting(False, "normalise queries and keys (latent attention: the two latent norms)")
+    qk_layernorm_after_rotation: bool = setting(False, "with it: normalise after the rotation, not before (Hunyuan)")
+    softmax_scale: float | None = setting(
+        None, "multiply attention logits by this; default 1 / sqrt(width of a head)", within=POSITIVE
+    )
+    embedding_multiplier: float = setting(1.0, "multiply embeddings by this (Granite)", within=POSITIVE)
+    residual_multiplier: float = setting(
+        1.0, "multiply what attention and MLP add to the stream by this (Granite)", within=POSITIVE
+    )
+    logits_scaling: float = setting(1.0, "divide the logits by this (Granite)", within=POSITIVE)
+    qk_layernorm_across_heads: bool = setting(False, "one such norm over all heads together, not over each (OLMo 2)")
+    reordered_norm: bool = setting(False, "norms behind attention and MLP, x + norm(f(x)), not before them (OLMo 2)")
     multi_latent_attention: bool = setting(False, "DeepSeek's multi-head latent attention (MLA)")
     q_lora_rank: int | None = setting(None, "MLA: rank of the query compression; default none", within=POSITIVE_COUNT)
     kv_lora_rank: int = setting(512, "MLA: rank of the key/value compression", within=POSITIVE_COUNT)
     qk_head_dim: int = setting(128, "MLA: width of a head's part without position", within=POSITIVE_COUNT)
     qk_pos_emb_head_dim: int = setting(64, "MLA: width of a head's rotary part", within=POSITIVE_COUNT)
     v_head_dim: int = setting(128, "MLA: width of a head's value", within=POSITIVE_COUNT)
+    softmax_type: str = setting(
+        "vanilla",
+        "attention's softmax: vanilla; learnable adds exp(a weight of the head, its sink) to the sum (gpt-oss); "
+        "off-by-one adds 1",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
+    window_size: str | None = setting(
+        None, "LEFT,0: a token sees itself and LEFT tokens before it; default: all tokens before it"
+    )
+    window_attn_skip_freq: int | str | None = setting(
+        None,
+        "layers without the window: N for every N-th, or a list expression with 1 for a window; default: none",
+    )
     attention_dropout: float = setting(0.0, "dropout on attention weights", within=PROBABILITY, resume="free")
     hidden_dropout: float = setting(0.0, "dropout on the residual branches", within=PROBABILITY, resume="free")
     init_method_std: float = setting(

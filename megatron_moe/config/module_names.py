@@ -112,6 +112,15 @@ def _has_query_latent(run: Run) -> bool:
     return _is_latent(run) and run.model.q_lora_rank is not None
 
 
+def _norms_query_latent(run: Run) -> bool:
+    return run.model.qk_layernorm and _has_query_latent(run)
+
+
+def _norms_heads(run: Run, after_rotation: bool) -> bool:
+    model = run.model
+    return model.qk_layernorm and not _is_latent(run) and model.qk_layernorm_after_rotation == after_rotation
+
+
 def _norm_emits(run: Run, kept: tuple[str, ...]) -> str:
     """Return the model's dtype if a norm reads an fp32 residual stream, otherwise that of its input."""
     return MODEL if run.precision.fp32_residual_connection else INPUT
@@ -124,7 +133,13 @@ NORM = ModelPart(
     emits=_norm_emits,
 )
 FINAL_NORM = replace(NORM, emits=lambda run, kept: OWN if "output_layer" in kept else _norm_emits(run, kept))
-LINEAR = ModelPart({**WEIGHT, "bias": lambda run: run.model.add_bias_linear})
+
+
+def _is_biased(run: Run) -> bool:
+    return run.model.add_bias_linear
+
+
+LINEAR = ModelPart({**WEIGHT, "bias": _is_biased})
 
 EMBEDDING = ModelPart(
     alias="embedding",
@@ -139,6 +154,15 @@ ATTENTION = ModelPart(
     tensors=(
         _weights("attention weights", computed=PRODUCTS, reduced=OWN),
         TensorClass("attention softmax", NONE, "fp32", "fp32"),
+        TensorClass(
+            "mean squares of all heads",
+            NONE,
+            "fp32",
+            "fp32",
+            "fp32",
+            note="reduced: over TP ranks",
+            when=lambda run: run.model.qk_layernorm_across_heads,
+        ),
         TensorClass(
             "keys and values over CP ranks",
             OWN,
@@ -168,11 +192,16 @@ ATTENTION = ModelPart(
         "linear_kv_up_proj": ModelPart(WEIGHT, when=_is_latent),
         "kv_layernorm": replace(NORM, when=lambda run: _is_latent(run) and run.model.qk_layernorm),
         # both
-        "q_layernorm": replace(
-            NORM, when=lambda run: run.model.qk_layernorm and (_has_query_latent(run) or not _is_latent(run))
+        "q_layernorm": replace(NORM, when=lambda run: _norms_heads(run, False) or _norms_query_latent(run)),
+        "k_layernorm": replace(NORM, when=lambda run: _norms_heads(run, False)),
+        "core_attention": ModelPart(
+            {"softmax_offset": lambda run: run.model.softmax_type == "learnable"},
+            alias="softmax",
+            parts={
+                "q_layernorm": replace(NORM, when=lambda run: _norms_heads(run, True)),
+                "k_layernorm": replace(NORM, when=lambda run: _norms_heads(run, True)),
+            },
         ),
-        "k_layernorm": replace(NORM, when=lambda run: run.model.qk_layernorm and not _is_latent(run)),
-        "core_attention": ModelPart(alias="softmax"),
         "linear_proj": LINEAR,
     },
 )
@@ -210,7 +239,7 @@ _BIAS = TensorClass(
 )
 
 TOP_K_ROUTER = ModelPart(
-    WEIGHT,
+    {**WEIGHT, "bias": _is_biased},
     alias="router",
     tensors=(
         _weights("router weight", computed=ROUTER, accumulated=ROUTER),
@@ -231,7 +260,7 @@ TOP_K_ROUTER = ModelPart(
 
 
 EXPERTS = ModelPart(
-    {"weight1": _always, "weight2": _always},
+    {"weight1": _always, "weight2": _always, "bias1": _is_biased, "bias2": _is_biased},
     alias="experts",
     fp8="experts",
     tensors=(
@@ -254,8 +283,10 @@ MOE_MLP = ModelPart(parts={"router": TOP_K_ROUTER, "experts": EXPERTS, "shared_e
 
 
 def _layer(mlp: ModelPart) -> ModelPart:
-    parts = {"input_layernorm": NORM, "self_attention": ATTENTION, "pre_mlp_layernorm": NORM, "mlp": mlp}
-    return ModelPart(parts=parts)
+    before = replace(NORM, when=lambda run: not run.model.reordered_norm)
+    behind = replace(NORM, when=lambda run: run.model.reordered_norm)
+    attention = {"input_layernorm": before, "self_attention": ATTENTION, "post_self_attn_layernorm": behind}
+    return ModelPart(parts={**attention, "pre_mlp_layernorm": before, "mlp": mlp, "post_mlp_layernorm": behind})
 
 
 DENSE_LAYER, MOE_LAYER = _layer(DENSE_MLP), _layer(MOE_MLP)

@@ -378,22 +378,50 @@ class DerivedSettings:
             if freq < 1:
                 raise ConfigError(f"--moe-layer-freq {freq}: must be at least 1; 1 makes every layer a MoE layer")
             return tuple(int(i % freq == 0) for i in range(layers))
-        try:
-            pattern = _list_expression(ast.parse(freq, mode="eval").body)
-        except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return _layer_pattern("--moe-layer-freq", freq, layers, "0 (dense) or 1 (MoE)")
+
+    @cached_property
+    def window(self) -> int | None:
+        """How many tokens before itself a token sees, in layers with a window; None without `--window-size`.
+
+        Raises:
+            ConfigError: it is not LEFT,0 with a LEFT of 1 or more.
+        """
+        given = self._run.model.window_size
+        if given is None:
+            return None
+        left, comma, right = given.strip("() ").replace(" ", "").partition(",")
+        if not (left.isdecimal() and int(left) > 0 and comma and right == "0"):
             raise ConfigError(
-                f"--moe-layer-freq {freq!r}: not a list expression; write e.g. '[0]+[1]*{layers - 1}'"
-            ) from None
-        if any(entry not in (0, 1) for entry in pattern):
-            raise ConfigError(
-                f"--moe-layer-freq {freq!r}: entries are 0 (dense) or 1 (MoE); e.g. '[0]+[1]*{layers - 1}'"
+                f"--window-size {given}: not LEFT,0; attention is causal, and 127,0 is a window of 128 tokens"
             )
-        if len(pattern) != layers:
-            raise ConfigError(
-                f"--moe-layer-freq {freq!r}: has {len(pattern)} entries for --num-layers {layers}; one per layer,"
-                f" e.g. '[0]+[1]*{layers - 1}'"
-            )
-        return tuple(pattern)
+        return int(left)
+
+    @cached_property
+    def window_pattern(self) -> tuple[int, ...]:
+        """One entry per layer of the decoder: 1 for a layer with a window, 0 for one that sees all before it.
+
+        `--window-attn-skip-freq N` leaves out every N-th layer, as in Megatron-LM: layer i (from 0) where (i + 1) % N
+        is 0.
+
+        Raises:
+            ConfigError: as `window` and `moe_layer_pattern`.
+        """
+        layers, freq = self._run.model.num_layers, self._run.model.window_attn_skip_freq
+        if self.window is None:
+            return (0,) * layers
+        if freq is None:
+            return (1,) * layers
+        if isinstance(freq, int):
+            if freq < 2:
+                raise ConfigError(f"--window-attn-skip-freq {freq}: no layer has a window; use 2 or more")
+            return tuple(int((i + 1) % freq != 0) for i in range(layers))
+        return _layer_pattern("--window-attn-skip-freq", freq, layers, "0 (no window) or 1 (a window)")
+
+    @property
+    def gated(self) -> bool:
+        """Whether MLPs multiply an activated half by the other one."""
+        return self._run.model.swiglu or self._run.model.quick_geglu
 
     # Counts
 
@@ -413,10 +441,13 @@ class DerivedSettings:
             found += (n + 2 * self.num_query_groups) * self.head_size
         if m.add_bias_linear:
             found += h
-        return found + (2 * self.head_size if m.qk_layernorm else 0)
+        if m.softmax_type == "learnable":
+            found += n
+        normed = n + self.num_query_groups if m.qk_layernorm_across_heads else 2
+        return found + (normed * self.head_size if m.qk_layernorm else 0)
 
     def _mlp_weights(self, width: int, vectors: bool) -> int:
-        h, up = self._run.model.hidden_size, (2 if self._run.model.swiglu else 1)
+        h, up = self._run.model.hidden_size, (2 if self.gated else 1)
         biases = up * width + h if vectors and self._run.model.add_bias_linear else 0
         return (up + 1) * h * width + biases
 
@@ -427,7 +458,7 @@ class DerivedSettings:
         if not is_moe:
             return found + self._mlp_weights(self.ffn_hidden_size, vectors)
         shared = self._run.moe.moe_shared_expert_intermediate_size
-        found += (self._run.moe.num_experts or 0) * h
+        found += (self._run.moe.num_experts or 0) * (h + int(vectors and self._run.model.add_bias_linear))
         found += experts_counted * self._mlp_weights(self.moe_ffn_hidden_size, vectors)
         found += self._mlp_weights(shared, vectors) if shared else 0
         return found + (h if self._run.moe.moe_shared_expert_gate else 0)
@@ -503,13 +534,17 @@ class DerivedSettings:
         widths = 2 * self.head_size  # of a query's products with a key and of a weight's with a value
         if m.multi_latent_attention:
             widths = m.qk_head_dim + m.qk_pos_emb_head_dim + m.v_head_dim
-        attended = 2 * m.num_attention_heads * widths * (m.seq_length / 2 if keys is None else keys)
+        keys = m.seq_length / 2 if keys is None else keys
+        # Of a query at place p, min(p, window): half of the window's square is missing where documents begin.
+        window = min(self.window or 0, 2 * keys)
+        seen = sum(window - window**2 / (4 * keys) if windowed else keys for windowed in self.window_pattern)
+        of_key = 2 * m.num_attention_heads * widths
         active = self._run.moe.moe_router_topk
-        dense, moe = (2 * self._layer_weights(is_moe, active, vectors=False) + attended for is_moe in (0, 1))
+        dense, moe = (2 * self._layer_weights(is_moe, active, vectors=False) for is_moe in (0, 1))
         num_moe, output = sum(pattern), 2 * h * padded_vocab
-        forward = (m.num_layers - num_moe) * dense + num_moe * moe + output
+        forward = (m.num_layers - num_moe) * dense + num_moe * moe + of_key * seen + output
         # A depth of multi-token prediction: a layer like the last, the product of two vectors, the output layer again.
-        depth = (moe if pattern[-1] else dense) + 4 * h * h + output
+        depth = (moe if pattern[-1] else dense) + of_key * keys + 4 * h * h + output
         return 3.0 * (forward + (m.mtp_num_layers or 0) * depth)
 
 
@@ -522,6 +557,22 @@ def grouped_product_refusal(dtype_name: str, hidden_size: int, width: int) -> st
         f"in {dtype_name}, hidden size and the expert's width on a rank ({width}) have to be multiples of {multiple}; "
         "change them or use --moe-expert-backend loop"
     )
+
+
+def _layer_pattern(flag: str, expression: str, layers: int, meaning: str) -> tuple[int, ...]:
+    """Return what a list expression says of each layer; a ConfigError if it is no list of 0 and 1, one per layer."""
+    example = f"e.g. '[0]+[1]*{layers - 1}'"
+    try:
+        pattern = _list_expression(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise ConfigError(f"{flag} {expression!r}: not a list expression; write {example}") from None
+    if any(entry not in (0, 1) for entry in pattern):
+        raise ConfigError(f"{flag} {expression!r}: entries are {meaning}; {example}")
+    if len(pattern) != layers:
+        raise ConfigError(
+            f"{flag} {expression!r}: has {len(pattern)} entries for --num-layers {layers}; one per layer, {example}"
+        )
+    return tuple(pattern)
 
 
 def _list_expression(node: ast.expr) -> list[int]:

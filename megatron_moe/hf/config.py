@@ -20,14 +20,15 @@ from megatron_moe.checkpoint.origin import Provenance
 from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields, from_file
-from megatron_moe.config.model_flags import ModelConfig, MoEConfig
+from megatron_moe.config.model_flags import ROPE_SETTINGS, ModelConfig, MoEConfig
+from megatron_moe.config.rotary import ROTARY_FIELDS, amplitude, change
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.hf.config_keys import MOST_LAYERS, Keys
 from megatron_moe.hf.families import FAMILIES, family_of
 from megatron_moe.hf.family import Family
 from megatron_moe.hf.folder import HFFolder, configuration_alone
 from megatron_moe.hf.mapping import Mapping, mapping, require_tensors
-from megatron_moe.hf.rope import amplitude
+from megatron_moe.hf.rope import rope_keys
 
 _BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 _OF_TRAINING = {
@@ -77,11 +78,13 @@ def settings(config: dict[str, Any], *, has_prediction_layers: bool, where: str)
     family = family_of(config, where)
     keys = Keys(config, where)
     quantization = keys.dictionary("quantization_config")
-    if quantization is not None:  # fp8 with a scale per block is read
+    packed = quantization is not None and quantization.get("quant_method") == "mxfp4" and family.names.fused is not None
+    if quantization is not None and not packed:  # fp8 with a scale per block is read
         nested = keys.nested(quantization, "quantization_config.")
         if nested.raw("quant_method") != "fp8":
-            raise nested.refusal("quant_method", '"fp8" in blocks is read; dequantise the model first')
-        nested.only("fmt", ("e4m3",), "fp8 weights are e4m3")
+            works = '"fp8" in blocks is read, and "mxfp4" of gpt-oss; dequantise the model first'
+            raise nested.refusal("quant_method", works)
+        nested.only("fmt", ("e4m3", "float8_e4m3fn"), "fp8 weights are e4m3")
         block = nested.raw("weight_block_size")
         if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
             works = "has to be two sizes, e.g. [128, 128]: one scale per block is read"
@@ -146,8 +149,10 @@ def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
         ConfigError: the family's format cannot describe the model.
     """
     model = run.model
-    if run.moe.num_experts is None:
-        raise ConfigError(f"a model without experts is not written as {family.name}: add --num-experts to train one")
+    if family.dense != (run.moe.num_experts is None):
+        works = "a family with experts, or no --num-experts" if family.dense else "a dense family, or --num-experts"
+        kind = "with" if family.dense else "without"
+        raise ConfigError(f"a model {kind} experts is not written as {family.name}: choose {works}")
     config = {
         "architectures": [family.architecture],
         "model_type": family.model_types[0],
@@ -180,17 +185,17 @@ def config_of(run: Run, family: Family, dtype: str) -> dict[str, Any]:
     return config
 
 
-def family_of_run(run: Run) -> Family | None:
-    """Return the first family whose format describes a model trained here from scratch; None for a dense model.
+def family_of_run(run: Run) -> Family:
+    """Return the first family whose format describes a model trained here from scratch.
 
     If there is none, the closest one is returned, for which `config_of` says what it can't describe.
     """
-    if run.moe.num_experts is None:
-        return None
     for family in FAMILIES.values():
         with contextlib.suppress(ConfigError):
             config_of(run, family, "bfloat16")
             return family
+    if run.moe.num_experts is None:
+        return FAMILIES["qwen3" if run.model.qk_layernorm else "qwen2" if run.model.add_qkv_bias else "llama"]
     sigmoid = run.moe.moe_router_score_function == "sigmoid"
     if run.model.multi_latent_attention:
         return FAMILIES["deepseek-v3" if sigmoid else "deepseek-v2"]
@@ -210,17 +215,33 @@ def with_positions(config: dict[str, Any], positions: int) -> tuple[dict[str, An
     if before == positions:
         return changed, []
     notes = [f"config.json: max_position_embeddings {before} is {positions} now, as in the run"]
-    window = config.get("sliding_window")
-    if isinstance(window, int) and before <= window < positions:
+    window, kinds = config.get("sliding_window"), config.get("layer_types") or ()
+    if isinstance(window, int) and before <= window < positions and "sliding_attention" not in kinds:
         changed["sliding_window"] = None
         notes.append(f"config.json: sliding_window {window} is null now: the model has none")
     yarn: dict[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if (original := yarn.get("original_max_position_embeddings")) and yarn.get("factor") != positions / original:
+    original = yarn.get("original_max_position_embeddings")
+    if original and "yarn" in yarn.values() and yarn.get("factor") != positions / original:
         notes.append(
             f"config.json: yarn's factor stays {yarn.get('factor')}, as trained; transformers 5 computes with it, and "
             f"warns that it is not {positions} / {original}"
         )
     return changed, notes
+
+
+def with_rotation(config: dict[str, Any], flat: dict[str, Any], run: Run) -> tuple[dict[str, Any], list[str]]:
+    """Return a config.json with a run's rotary settings, if it was trained on with others, and notes for the user.
+
+    flat: the settings that the file is read as.
+    """
+    said = change(build(flat).model, run.model)
+    if said is None:
+        return config, []
+    spellings = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
+    others = {key: value for key, value in config.items() if key not in spellings}
+    inside = [config.get(key) or {} for key in spellings[1:3]]
+    partly = any("partial_rotary_factor" in keys for keys in (config, *inside))
+    return {**others, **rope_keys(run, partly)}, [f"config.json: {said}"]
 
 
 def differences(run: Run, flat: dict[str, Any]) -> list[str]:
@@ -249,8 +270,16 @@ def _meaning(run: Run) -> dict[str, Any]:
         "group_query_attention": None,
         "num_query_groups": None if latent else run.derived.num_query_groups,
         "kv_channels": None if latent else run.derived.head_size,
+        "window_size": run.derived.window,
+        "window_attn_skip_freq": run.derived.window_pattern,
+        "swiglu": run.derived.gated,
+        "add_qkv_bias": run.model.add_qkv_bias or run.model.add_bias_linear,
         "rotary_interleaved": run.model.rotary_interleaved and not latent,
-        "mscale": round(amplitude(run), 12),
+        "softmax_scale": None if latent else run.model.softmax_scale or run.derived.head_size**-0.5,
+        # of the amplitude, and of latent attention's logits
+        "mscale": None,
+        "mscale_all_dim": run.model.mscale_all_dim if latent else None,
+        "attention_factor": round(amplitude(run.model), 12),
         "moe_layer_freq": pattern,
         "moe_ffn_hidden_size": run.derived.moe_ffn_hidden_size,
         "moe_router_norm_topk_prob": normed,
@@ -289,6 +318,8 @@ _MEANING = {
     "group_query_attention": "num_query_groups",
     "num_query_groups": "num_query_groups",
     "kv_channels": "head_size",
+    "window_size": "window",
+    "window_attn_skip_freq": "window_pattern",
     "moe_layer_freq": "moe_layer_pattern",
 }
 """Field -> name in `run.derived`."""
@@ -357,8 +388,32 @@ def settings_of(folder: HFFolder, where: str) -> FolderSettings:
     return settings(folder.config, has_prediction_layers=extra, where=where)
 
 
+def _rotation(given: dict[str, Any], folders: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings in place of a folder's, where --rope-type is given with others, and the context.
+
+    What is not given stays as it is there; of another kind it has the defaults, and the folder's context before
+    extension. `change` says at the start of the run what it comes to.
+    """
+    kind = given.get("rope_type")
+    if kind is None:
+        return {}
+    found = {name: given.get(name, folders[name]) for name in ROTARY_FIELDS}
+    if kind != folders["rope_type"]:
+        fields, original = all_fields(), "original_max_position_embeddings"
+        found = {name: given.get(name, fields[name].default) for name in ROTARY_FIELDS}
+        found["rotary_base"] = given.get("rotary_base", folders["rotary_base"])
+        if original in ROPE_SETTINGS.get(kind, ()):
+            found[original] = given.get(original, folders["max_position_embeddings"])
+    if all(found[name] == folders[name] for name in ROTARY_FIELDS):
+        return {}
+    length = max(folders["max_position_embeddings"], given.get("seq_length") or 1)
+    if kind == "yarn":
+        length = max(length, round(found["original_max_position_embeddings"] * found["rotary_scaling_factor"]))
+    return {**found, "max_position_embeddings": length}
+
+
 def _merged(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[str, Any]:
-    fields = all_fields()
+    fields, folders = all_fields(), {**folders, **_rotation(given, folders)}
     complete = {name: folders[name] for name in architecture_keys() if name in folders}
     theirs = build(complete)
     wrong = []
@@ -377,6 +432,7 @@ def _merged(given: dict[str, Any], folders: dict[str, Any], where: str) -> dict[
         raise ConfigError(
             f"{', '.join(shown)}{more}: contradicts {where}; leave it out of flags, --config and --preset: the "
             "architecture comes from there"
+            + ("; --rope-type beside it trains on with other rotary settings" if wrong[0] in ROTARY_FIELDS else "")
         )
     return {**folders, **given, **complete}
 
@@ -436,4 +492,6 @@ def plan_import(run: Run) -> Import:
     table = mapping(run, architecture.family.names)
     copies, dropped = require_tensors(table, folder.shapes(), where)
     notes = [*folder.notes, *architecture.notes, *_training_notes(folder.config, run)]
+    if stretched := change(build(architecture.flat).model, run.model):
+        notes.append(stretched)
     return Import(folder, architecture.family, table, copies, dropped, notes)

@@ -38,6 +38,12 @@ class Keys:
         inner.notes = self.notes
         return inner
 
+    def with_defaults(self, **values: Any) -> Keys:
+        """Return these keys, with values for those that the family's files leave out."""
+        complete = Keys({**values, **self.values}, self.where, self.prefix)
+        complete.notes, complete._read = self.notes, self._read
+        return complete
+
     def refusal(self, key: str, rule: str) -> ConfigError:
         """Return the error for the value of a key; `rule` says what works."""
         value = self.values.get(key, _MISSING)

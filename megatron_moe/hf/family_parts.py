@@ -26,18 +26,30 @@ def layer_freq(keys: Keys, decided_by: str, pattern: list[int]) -> int | str:
     return "+".join(f"[{kind}]" + (f"*{count}" if count > 1 else "") for kind, count in runs)
 
 
-def routed_and_shared(keys: Keys, *aliases: str) -> dict[str, Any]:
-    """Return the experts' settings of DeepSeek and GLM: routed ones, shared ones as one MLP, dense layers first.
+def routed_and_shared(keys: Keys, *aliases: str, kinds: bool = False) -> dict[str, Any]:
+    """Return the experts' settings of DeepSeek, GLM and Ling: routed ones, shared ones as one MLP, dense layers first.
 
     Args:
         aliases: other names of n_routed_experts.
+        kinds: whether mlp_layer_types, where it is given, has the kind of each layer.
     """
     experts = expert_count(keys, "n_routed_experts", *aliases)
     width = keys.integer("moe_intermediate_size")
     factor = keys.number("routed_scaling_factor")
-    shared = None if keys.is_null("n_shared_experts") else keys.integer("n_shared_experts") * width
-    layers, dense = keys.integer("num_hidden_layers", high=MOST_LAYERS), keys.integer("first_k_dense_replace", low=0)
-    pattern = ([0] * min(dense, layers) + [1] * layers)[:layers]
+    none_shared = keys.is_null("n_shared_experts") or keys.is_null("num_shared_experts")
+    shared = None if none_shared else keys.integer("n_shared_experts", "num_shared_experts") * width
+    layers = keys.integer("num_hidden_layers", high=MOST_LAYERS)
+    listed = keys.raw("mlp_layer_types") if kinds else None
+    if listed is None:
+        dense = keys.integer("first_k_dense_replace", low=0)
+        pattern = ([0] * min(dense, layers) + [1] * layers)[:layers]
+    elif not isinstance(listed, list) or len(listed) != layers or not {*map(str, listed)} <= {"dense", "sparse"}:
+        raise keys.refusal("mlp_layer_types", f'has to be a list of {layers} names, "dense" or "sparse"')
+    else:
+        pattern = [int(kind == "sparse") for kind in listed]
+        dense = keys.integer("first_k_dense_replace", low=0, default=pattern.index(1) if any(pattern) else 0)
+        if pattern != ([0] * min(dense, layers) + [1] * layers)[:layers]:
+            raise keys.refusal("mlp_layer_types", f"contradicts first_k_dense_replace {dense}: dense layers come first")
     moe_layer_freq = layer_freq(keys, "first_k_dense_replace", pattern)
     keys.only("moe_layer_freq", (1, pattern), "every layer after first_k_dense_replace is a MoE layer")
     return {
@@ -56,12 +68,26 @@ def expert_count(keys: Keys, *names: str) -> int:
     return keys.integer(*names, low=2, high=max(_MOST_EXPERTS // layers, 2))
 
 
-def topk(keys: Keys, experts: int) -> int:
-    """Return the number of experts per token, at most `experts`."""
-    chosen = keys.integer("num_experts_per_tok")
+def topk(keys: Keys, experts: int, *names: str) -> int:
+    """Return the number of experts per token, at most `experts`; names: of its key, default num_experts_per_tok."""
+    names = names or ("num_experts_per_tok",)
+    chosen = keys.integer(*names)
     if chosen > experts:
-        raise keys.refusal("num_experts_per_tok", f"there are {experts} experts; that many or less")
+        raise keys.refusal(keys.spelled(names), f"there are {experts} experts; that many or less")
     return chosen
+
+
+def softmax_of_chosen(chosen: int) -> dict[str, Any]:
+    """Return the router's settings for weights that are a softmax over the chosen experts' logits.
+
+    Over one expert it is 1, and the gate has no gradient: it is applied before the choice.
+    """
+    return {
+        "moe_router_topk": chosen,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": chosen == 1,
+        "moe_router_norm_topk_prob": True if chosen == 1 else None,
+    }
 
 
 def groups_of_experts(keys: Keys, experts: int, chosen: int, score: str) -> dict[str, Any]:
@@ -88,9 +114,9 @@ def groups_of_experts(keys: Keys, experts: int, chosen: int, score: str) -> dict
     }
 
 
-def biased_sigmoid(keys: Keys, experts: int, chosen: int) -> dict[str, Any]:
-    """Return the router's settings of DeepSeek-V3 and GLM-4.5."""
-    keys.only("scoring_func", ("sigmoid",), "these models' scores are sigmoids")
+def biased_sigmoid(keys: Keys, experts: int, chosen: int, *names: str) -> dict[str, Any]:
+    """Return the router's settings of DeepSeek-V3 and GLM-4.5. names: other names of its score."""
+    keys.only("scoring_func", ("sigmoid", *names), "these models' scores are sigmoids")
     return {
         **groups_of_experts(keys, experts, chosen, "top2"),
         "moe_router_score_function": "sigmoid",
@@ -147,7 +173,7 @@ def latent_attention(keys: Keys) -> dict[str, Any]:
         raise keys.refusal("qk_rope_head_dim", "rotation takes pairs of channels; an even width works")
     keys.ignore("head_dim")  # transformers writes qk_rope_head_dim there and does not read it
     return {
-        **rope_settings(keys, rope),
+        **rope_settings(keys, rope, latent=True),
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "q_lora_rank": keys.integer("q_lora_rank", default=None),
@@ -177,7 +203,13 @@ def latent_attention_keys(run: Run) -> dict[str, Any]:
 # ---- Grouped-query attention.
 
 
-def attention(keys: Keys, partly_rotated: bool = False) -> dict[str, Any]:
+def attention(keys: Keys, partly_rotated: bool = False, rotated: int | None = None) -> dict[str, Any]:
+    """Return the settings of attention and dense layers.
+
+    Args:
+        partly_rotated: whether the family rotates a share of each head.
+        rotated: how many channels of a head are rotated, where a key of the family's own says it.
+    """
     heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     groups = keys.integer("num_key_value_heads")
     if heads % groups:
@@ -185,12 +217,10 @@ def attention(keys: Keys, partly_rotated: bool = False) -> dict[str, Any]:
     size = keys.integer("head_dim", default=None)
     if size is None and hidden % heads:
         raise keys.refusal("head_dim", f"hidden_size {hidden} is no multiple of num_attention_heads {heads}; give it")
-    flat = rope_settings(keys, partly_rotated=partly_rotated)
     width = hidden // heads if size is None else size
-    if int(width * flat["rotary_percent"]) % 2 or not int(width * flat["rotary_percent"]):
-        raise keys.refusal("head_dim", f"of {width} channels {flat['rotary_percent']} are rotated, which is no pair")
+    share = None if rotated is None else rotated / width
     return {
-        **flat,
+        **rope_settings(keys, width, partly_rotated=partly_rotated, share=share),
         "group_query_attention": True,
         "num_query_groups": groups,
         "kv_channels": None if size is None or size * heads == hidden else size,
@@ -220,6 +250,54 @@ def attention_keys(run: Run, partly_rotated: bool = False) -> dict[str, Any]:
         "head_dim": run.derived.head_size,
         "sliding_window": None,
         **rope_keys(run, partly_rotated),
+    }
+
+
+def dense(keys: Keys) -> dict[str, Any]:
+    """Return the settings of a dense model; the keys of these families that would make it another one are refused."""
+    keys.only("attention_bias", (False,), "it means a bias of the output projection too, which has none here")
+    keys.only("mlp_bias", (False,), "MLPs have no biases here")
+    return attention(keys)
+
+
+def dense_keys(run: Run) -> dict[str, Any]:
+    return {**attention_keys(run), "intermediate_size": run.derived.ffn_hidden_size}
+
+
+# ---- OLMo: one norm over all query heads and one over all key heads.
+
+
+def olmo_attention(keys: Keys) -> dict[str, Any]:
+    heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    keys.only("attention_bias", (False,), "it means a bias of the output projection too, which has none here")
+    keys.only("head_dim", (hidden // heads,), "the heads of this family divide hidden_size")
+    return {**attention(keys), "qk_layernorm": True, "qk_layernorm_across_heads": True}
+
+
+def olmo_attention_keys(run: Run) -> dict[str, Any]:
+    # transformers' default of pad_token_id is a token of the published vocabulary, which has no gradient there.
+    keys = {"num_key_value_heads": run.derived.num_query_groups, "attention_bias": False, "pad_token_id": None}
+    return {**keys, **rope_keys(run)}
+
+
+def olmo_experts(keys: Keys) -> dict[str, Any]:
+    """Return a softmax over all experts in every layer; intermediate_size is an expert's width."""
+    experts = expert_count(keys, "num_experts", "num_local_experts")
+    return {
+        "num_experts": experts,
+        "moe_router_topk": topk(keys, experts),
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": True,
+        "moe_router_norm_topk_prob": keys.boolean("norm_topk_prob"),
+    }
+
+
+def olmo_experts_keys(run: Run) -> dict[str, Any]:
+    return {
+        "intermediate_size": run.derived.moe_ffn_hidden_size,
+        "num_experts": run.moe.num_experts,
+        "num_experts_per_tok": run.moe.moe_router_topk,
+        "norm_topk_prob": run.derived.norm_topk_prob,
     }
 
 

@@ -34,6 +34,10 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale_inv"
 """Suffix of a weight's name for the scales of its blocks, where it is stored in fp8."""
+PACKED, PACKED_SCALES = "_blocks", "_scales"
+"""Suffixes of the two tensors in which gpt-oss' folders have a weight in MXFP4."""
+MXFP4, MXFP4_BLOCK = "float4_e2m1fn_x2", 32
+"""The dtype of such a weight, two numbers to a byte, and how many have a scale together."""
 BLOCK = (128, 128)
 """Rows and columns of such a block where the configuration does not say."""
 
@@ -66,10 +70,11 @@ class HFFolder:
     Attributes:
         path: the folder.
         config: the content of config.json.
-        tensors: the stored tensors by name, including scales of fp8 blocks.
+        tensors: the stored tensors by name, including scales. A weight in MXFP4, which is stored as NAME_blocks, has
+            the name and the shape that it is computed with.
         companions: files to copy along, by plain name.
         notes: what a user should know although it is not an error.
-        scales: weight stored in fp8 -> the tensor with its blocks' scales.
+        scales: weight stored in fp8 or MXFP4 -> the tensor with its blocks' scales.
         block: rows and columns of a block.
         identities: file of weights or companion -> its identity when the folder was opened.
     """
@@ -111,9 +116,13 @@ class HFFolder:
         return read_small(self.companions[name], LARGEST_COMPANION, self.identities[name])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return name -> shape of every tensor except the scales of weights in fp8, in the order of files and bytes."""
+        """Return name -> shape of every tensor except the scales of weights, in the order of files and bytes."""
         scales = set(self.scales.values())
         return {name: stored.shape for name, stored in self.tensors.items() if name not in scales}
+
+    def stored_names(self) -> set[str]:
+        """Return the names of all tensors in the files."""
+        return {name + PACKED if stored.dtype == MXFP4 else name for name, stored in self.tensors.items()}
 
 
 def configuration_alone(path: Path) -> dict[str, Any] | None:
@@ -139,7 +148,10 @@ def _checked(path: Path) -> HFFolder:
     tensors = {name: stored for header in headers.values() for name, stored in header.tensors.items()}
     if not tensors:
         raise FormatError(f"{', '.join(headers)} contains no tensor")
+    tensors, packed = _with_unpacked(tensors)
     for name, stored in tensors.items():
+        if name in packed or name in packed.values():
+            continue
         if stored.dtype not in _WEIGHTS:  # packed integers would be read as numbers
             raise FormatError(
                 f"tensor {shortened(name)} in {stored.file} is {stored.dtype}; weights in {', '.join(_WEIGHTS)} are "
@@ -162,7 +174,7 @@ def _checked(path: Path) -> HFFolder:
                 f"{CONFIG}: quantization_config.weight_block_size is {shortened(size)}; [rows, columns] of a block "
                 "are expected"
             )
-    scales = _scales(tensors, block)
+    scales = {**_scales(tensors, block), **packed}
     companions = _companions(files, notes)
     identities = {name: identity_of(file.stat()) for name, file in companions.items()}
     identities.update({file: header.identity for file, header in headers.items()})
@@ -305,6 +317,33 @@ def _index(path: Path) -> tuple[dict[str, str], Any]:
     if not isinstance(metadata, dict):
         raise FormatError(f"{INDEX}: metadata is {shortened(metadata)}; an object is expected")
     return file_of, metadata.get("total_size")
+
+
+def _with_unpacked(tensors: dict[str, TensorLocation]) -> tuple[dict[str, TensorLocation], dict[str, str]]:
+    """Return the tensors with weights in MXFP4 by their own names, and weight -> scales.
+
+    Blocks [E, N, K / 32, 16] and scales [E, N, K / 32], in bytes, are a weight [E, K, N].
+    """
+    found, scales = dict[str, TensorLocation](), dict[str, str]()
+    for name, stored in tensors.items():
+        if stored.dtype != "uint8" or not name.endswith(PACKED):
+            found[name] = stored
+            continue
+        weight = name.removesuffix(PACKED)
+        scale, shape = tensors.get(weight + PACKED_SCALES), stored.shape
+        if len(shape) != 4 or shape[3] * 2 != MXFP4_BLOCK or weight in tensors:
+            raise FormatError(
+                f"tensor {shortened(name)} is {list(shape)}; [experts, rows, blocks, {MXFP4_BLOCK // 2}] is expected, "
+                f"and no {shortened(weight)} beside it"
+            )
+        if scale is None or scale.dtype != "uint8" or scale.shape != shape[:3]:
+            raise FormatError(
+                f"tensor {shortened(name)} needs {shortened(weight + PACKED_SCALES)}, uint8 {list(shape[:3])}"
+            )
+        shape = (shape[0], shape[2] * MXFP4_BLOCK, shape[1])
+        found[weight] = TensorLocation(stored.file, MXFP4, shape, stored.begin, stored.end)
+        scales[weight] = weight + PACKED_SCALES
+    return found, scales
 
 
 def _scales(tensors: dict[str, TensorLocation], block: tuple[int, int]) -> dict[str, str]:

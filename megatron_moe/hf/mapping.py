@@ -20,8 +20,12 @@ from megatron_moe.hf.transforms import (
     Copy,
     ExpertDown,
     ExpertGateUp,
+    ExpertsDown,
+    ExpertsGateUp,
+    FusedQueryKeyValue,
     GateThenUp,
     QueryKeyValue,
+    Reshape,
     Shape,
     Transform,
     Vocabulary,
@@ -93,19 +97,28 @@ def _attention(run: Run, names: TensorNames) -> Iterator[MappingRule]:
     latent = model.multi_latent_attention
     per_head = model.v_head_dim if latent else run.derived.head_size
     here, there = "self_attention.", "self_attn."
-    yield MappingRule("input_layernorm.weight", (names.norms[0],), Copy((hidden,)))
-    yield MappingRule("pre_mlp_layernorm.weight", (names.norms[1],), Copy((hidden,)))
-    yield MappingRule(f"{here}linear_proj.weight", (f"{there}o_proj.weight",), Copy((hidden, heads * per_head)))
+    behind = ("post_self_attn_layernorm", "post_mlp_layernorm")
+    norms = behind if model.reordered_norm else ("input_layernorm", "pre_mlp_layernorm")
+    yield MappingRule(f"{norms[0]}.weight", (names.norms[0],), Copy((hidden,)))
+    yield MappingRule(f"{norms[1]}.weight", (names.norms[1],), Copy((hidden,)))
+    output = Copy((hidden, heads * per_head))
+    yield MappingRule(f"{here}linear_proj.weight", (f"{names.attention_output}.weight",), output)
     if not latent:
-        sizes = (heads, run.derived.num_query_groups, run.derived.head_size)
-        packed = [f"{there}{name}_proj" for name in "qkv"]
+        sizes, packed = (heads, run.derived.num_query_groups, run.derived.head_size), names.query_key_value
+        pack = QueryKeyValue if len(packed) == 3 else FusedQueryKeyValue
         weights, biases = tuple(f"{name}.weight" for name in packed), tuple(f"{name}.bias" for name in packed)
-        yield MappingRule(f"{here}linear_qkv.weight", weights, QueryKeyValue(*sizes, hidden))
-        if model.add_qkv_bias:
-            yield MappingRule(f"{here}linear_qkv.bias", biases, QueryKeyValue(*sizes))
+        yield MappingRule(f"{here}linear_qkv.weight", weights, pack(*sizes, hidden))
+        if model.add_qkv_bias or model.add_bias_linear:
+            yield MappingRule(f"{here}linear_qkv.bias", biases, pack(*sizes))
+        if model.add_bias_linear:
+            yield MappingRule(f"{here}linear_proj.bias", (f"{names.attention_output}.bias",), Copy((hidden,)))
+        if model.softmax_type == "learnable":
+            yield MappingRule(f"{here}core_attention.softmax_offset", (f"{there}sinks",), Copy((heads,)))
         if model.qk_layernorm:
-            yield MappingRule(f"{here}q_layernorm.weight", (names.head_norms[0],), Copy((per_head,)))
-            yield MappingRule(f"{here}k_layernorm.weight", (names.head_norms[1],), Copy((per_head,)))
+            place = f"{here}core_attention." if model.qk_layernorm_after_rotation else here
+            queries, keys = (heads, sizes[1]) if model.qk_layernorm_across_heads else (1, 1)
+            yield MappingRule(f"{place}q_layernorm.weight", (names.head_norms[0],), Copy((queries * per_head,)))
+            yield MappingRule(f"{place}k_layernorm.weight", (names.head_norms[1],), Copy((keys * per_head,)))
         return
     query, rotated, kv_rank = model.qk_head_dim, model.qk_pos_emb_head_dim, model.kv_lora_rank
     query_width, rank = heads * (query + rotated), model.q_lora_rank
@@ -123,21 +136,32 @@ def _attention(run: Run, names: TensorNames) -> Iterator[MappingRule]:
     yield MappingRule(f"{here}linear_kv_up_proj.weight", (f"{there}kv_b_proj.weight",), up)
 
 
-def _mlp(run: Run, here: str, there: str, width: int) -> Iterator[MappingRule]:
+def _mlp(run: Run, names: TensorNames, here: str, there: str, width: int) -> Iterator[MappingRule]:
     """Yield the rows of a gated MLP: that of a dense layer, or the shared expert."""
-    hidden, gate_and_up = run.model.hidden_size, (f"{there}gate_proj.weight", f"{there}up_proj.weight")
-    yield MappingRule(f"{here}linear_fc1.weight", gate_and_up, GateThenUp(width, hidden))
-    yield MappingRule(f"{here}linear_fc2.weight", (f"{there}down_proj.weight",), Copy((hidden, width)))
+    hidden = run.model.hidden_size
+    *gate_and_up, down = (f"{there}{matrix}.weight" for matrix in names.matrices)
+    first = GateThenUp(width, hidden) if len(gate_and_up) == 2 else Copy((2 * width, hidden))
+    yield MappingRule(f"{here}linear_fc1.weight", tuple(gate_and_up), first)
+    yield MappingRule(f"{here}linear_fc2.weight", (down,), Copy((hidden, width)))
 
 
 def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
-    """Yield the rows of the MLP of a MoE layer without the routed experts."""
+    """Yield the rows of the MLP of a MoE layer without routed experts that have tensors of their own."""
     moe, hidden, experts = run.moe, run.model.hidden_size, run.moe.num_experts or 0
     yield MappingRule("mlp.router.weight", (names.router,), Copy((experts, hidden)))
+    if run.model.add_bias_linear:
+        yield MappingRule("mlp.router.bias", (names.router.replace(".weight", ".bias"),), Copy((experts,)))
+    if names.fused is not None:
+        width, both = run.derived.moe_ffn_hidden_size, f"{names.fused}gate_up_proj"
+        yield MappingRule("mlp.experts.weight1", (both,), ExpertsGateUp(experts, width, hidden))
+        yield MappingRule("mlp.experts.weight2", (f"{names.fused}down_proj",), ExpertsDown(experts, width, hidden))
+        yield MappingRule("mlp.experts.bias1", (f"{both}_bias",), ExpertsGateUp(experts, width))
+        yield MappingRule("mlp.experts.bias2", (f"{names.fused}down_proj_bias",), Copy((experts, hidden)))
     if moe.moe_router_enable_expert_bias:
-        yield MappingRule("mlp.router.expert_bias", (names.router_bias,), Copy((experts,)), fp32=True)
+        bias = Reshape((1, experts), (experts,)) if names.bias_is_row else Copy((experts,))
+        yield MappingRule("mlp.router.expert_bias", (names.router_bias,), bias, fp32=True)
     if moe.moe_shared_expert_intermediate_size is not None:
-        yield from _mlp(run, "mlp.shared_experts.", names.shared, moe.moe_shared_expert_intermediate_size)
+        yield from _mlp(run, names, "mlp.shared_experts.", names.shared, moe.moe_shared_expert_intermediate_size)
         if moe.moe_shared_expert_gate:
             yield MappingRule("mlp.shared_experts.gate_weight", (names.shared_gate,), Copy((1, hidden)))
 
@@ -156,7 +180,7 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
     assert model.vocab_size is not None, "a folder's configuration says how large its vocabulary is"
     table = Vocabulary(model.vocab_size, run.derived.padded_vocab_size(model.vocab_size), model.hidden_size)
     norm = Copy((model.hidden_size,))
-    embedding = f"{names.model}embed_tokens.weight"
+    embedding = f"{names.model}{names.embedding}"
     whole = [MappingRule("embedding.word_embeddings.weight", (embedding,), table)]
     whole.append(MappingRule("decoder.final_layernorm.weight", (f"{names.model}norm.weight",), norm))
     copies: dict[str, str] = {}
@@ -192,14 +216,21 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
 def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[MappedBlock]:
     yield from _pieces(_attention(run, names), here, there)
     if not is_moe:
-        yield from _pieces(_mlp(run, "mlp.", "mlp.", run.derived.ffn_hidden_size), here, there)
+        yield from _pieces(_mlp(run, names, "mlp.", "mlp.", run.derived.ffn_hidden_size), here, there)
         return
     yield from _pieces(_moe(run, names), here, there)
-    gate, up, down = (f"{there}{names.experts}{matrix}.weight" for matrix in names.matrices)
-    sizes = (run.derived.moe_ffn_hidden_size, run.model.hidden_size)
-    first, second = ExpertGateUp(*sizes), ExpertDown(*sizes)
-    for e in range(run.moe.num_experts or 0):  # each is a block of the tensors of all experts
-        both = (gate.format(e=e), up.format(e=e))
+    if names.fused is not None:
+        return
+    *gate_and_up, down = (f"{there}{names.experts}{matrix}.weight" for matrix in names.matrices)
+    experts, width, hidden = run.moe.num_experts or 0, run.derived.moe_ffn_hidden_size, run.model.hidden_size
+    if "{e}" not in names.experts:
+        stacked = Reshape((experts, 2 * width, hidden), (experts, 2, width, hidden))
+        yield MappedBlock(f"{here}mlp.experts.weight1", (0, 0, 0, 0), tuple(gate_and_up), stacked)
+        yield MappedBlock(f"{here}mlp.experts.weight2", (0, 0, 0), (down,), Copy((experts, hidden, width)))
+        return
+    first, second = ExpertGateUp(width, hidden), ExpertDown(width, hidden)
+    for e in range(experts):  # each is a block of the tensors of all experts
+        both = tuple(name.format(e=e) for name in gate_and_up)
         yield MappedBlock(f"{here}mlp.experts.weight1", (e, 0, 0, 0), both, first)
         yield MappedBlock(f"{here}mlp.experts.weight2", (e, 0, 0), (down.format(e=e),), second)
 
@@ -223,14 +254,14 @@ def require_tensors(table: Mapping, found: Named[str, Shape], where: str) -> tup
     Raises:
         ConfigError: tensors are missing, unknown or of another shape; the message lists them.
     """
+    wanted = table.hf_shapes
     fused = next((name for name in found if name.endswith(".experts.gate_up_proj")), None)
-    if fused is not None:
+    if fused is not None and fused not in wanted:
         raise ConfigError(
             f"{where}: {fused} holds the experts of a layer in one tensor, as transformers 5 does in memory, and "
             "folders have a matrix for each expert here; save the model with save_pretrained(PATH, "
             "save_original_format=True)"
         )
-    wanted = table.hf_shapes
     copies = [name for name in table.copies if name in found]
     dropped = sorted(name for name in found if name.endswith(_RECOMPUTED))
     unknown = sorted(found.keys() - wanted.keys() - set(copies) - set(dropped))

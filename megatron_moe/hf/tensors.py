@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.hf.folder import HFFolder
+from megatron_moe.hf.folder import MXFP4, MXFP4_BLOCK, HFFolder
 from megatron_moe.hf.safetensors_file import StreamedFile, identity_of, shortened
 
 _CHUNK = 1 << 24
@@ -21,10 +21,13 @@ _MOST_OPEN = 32
 
 _FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """The value of each byte. On a CPU, a look-up takes a seventh of the time of torch's conversion."""
+FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The magnitudes of e2m1 by their codes; the fourth bit is the sign. A byte has a code in its lower bits, then one in
+the upper ones. A scale is a power of two, its exponent plus 127."""
 
 
 class TensorReader:
-    """A reader of a folder's tensors by name. Weights in fp8 are dequantised, and their scales have no names here.
+    """A reader of a folder's tensors by name. Weights in fp8 and MXFP4 are dequantised; scales have no names here.
 
     Files are read, not mapped: the memory in use is that of the returned tensors. A reader is not thread-safe. It is a
     context manager; `close` ends it.
@@ -40,14 +43,16 @@ class TensorReader:
         return list(self.folder.shapes())
 
     def sources(self, name: str) -> tuple[str, ...]:
-        """Return the stored tensors that one is made of: itself and, where it is stored in fp8, its blocks' scales."""
+        """Return the stored tensors that one is made of: itself and, where it has them, its blocks' scales."""
         scale = self.folder.scales.get(name)
         return (name,) if scale is None else (name, scale)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor as `read` returns it: bfloat16 for weights in fp8."""
+        """Return the dtype of a tensor as `read` returns it: bfloat16 for weights in fp8 and MXFP4."""
+        if name in self.folder.scales:
+            return torch.bfloat16
         stored: torch.dtype = getattr(torch, self.folder.tensors[name].dtype)
-        return torch.bfloat16 if name in self.folder.scales else stored
+        return stored
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read a tensor into memory of its own.
@@ -55,6 +60,7 @@ class TensorReader:
         Args:
             dtype: dtype in which a weight in fp8 is returned, bfloat16 where None. Value times scale is computed in
                 fp32 and rounded once: to bfloat16 to nearest even, to float32 not at all. Other tensors keep theirs.
+                One in MXFP4 is exact in both.
 
         Raises:
             ConfigError: the file was truncated or changed since the folder was opened, or a scale is not valid.
@@ -121,7 +127,7 @@ class TensorReader:
         self._check_unchanged(descriptor, stored.file)
         if digest is not None and digests is not None:
             digests[name] = digest.hexdigest()
-        return raw.view(getattr(torch, stored.dtype)).reshape(stored.shape)
+        return raw if stored.dtype == MXFP4 else raw.view(getattr(torch, stored.dtype)).reshape(stored.shape)
 
     def _descriptor(self, file: str) -> int:
         descriptor = self._open.pop(file, None)
@@ -144,13 +150,18 @@ class TensorReader:
             )
 
     def _tensor(self, name: str, dtype: torch.dtype | None, digests: dict[str, str] | None) -> Tensor:
-        """Return a tensor as it is stored; one in fp8 as each value times the scale of its block."""
+        """Return a tensor as it is stored; one in fp8 or MXFP4 as each value times the scale of its block."""
         if name not in self.folder.scales:
             return self._stored(name, digests)
         rows, columns = self.folder.block
         scale_name = self.folder.scales[name]
-        scales = self._stored(scale_name, digests).float()
+        stored_scales = self._stored(scale_name, digests)
         where = f"{self.folder.path / self.folder.tensors[scale_name].file}: tensor {shortened(scale_name)}"
+        if self.folder.tensors[name].dtype == MXFP4:
+            if bool((stored_scales == 255).any()):
+                raise ConfigError(f"{where} holds 255, which is no number")
+            return _unpacked(self._stored(name, digests), stored_scales, dtype or torch.bfloat16)
+        scales = stored_scales.float()
         wrong = scales[~(torch.isfinite(scales) & (scales >= 0))]
         if len(wrong):
             raise ConfigError(f"{where} holds {float(wrong[0])}; scales are positive finite numbers")
@@ -164,6 +175,17 @@ class TensorReader:
                 raise ConfigError(f"{where} holds 0 for a block with other numbers than 0; scales are positive")
             result[here] = wide * factors
         return result
+
+
+def _unpacked(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [E, K, N] of the bytes of codes, E x N x K / 2, and scales [E, N, K / 32] uint8."""
+    experts, rows, groups = scales.shape
+    signed, result = torch.cat((FP4_VALUES, -FP4_VALUES)), torch.empty(experts, groups * MXFP4_BLOCK, rows, dtype=dtype)
+    for expert, own in enumerate(codes.view(experts, rows, groups, MXFP4_BLOCK // 2)):  # in fp32 one by one
+        values = signed[torch.stack((own & 15, own >> 4), dim=-1).int()].flatten(-2)
+        values = torch.ldexp(values, scales[expert].int().unsqueeze(-1) - 127)
+        result[expert] = values.flatten(-2).t()
+    return result
 
 
 def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[str, tuple[int, ...]]]:

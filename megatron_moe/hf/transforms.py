@@ -54,6 +54,19 @@ class Copy(Transform):
         return [block]
 
 
+class Reshape(Transform):
+    """A transform of a tensor of one shape <-> its elements, in their order, in another."""
+
+    def __init__(self, hf_shape: Shape, native_shape: Shape) -> None:
+        self.hf_shapes, self.native_shape = (hf_shape,), native_shape
+
+    def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].reshape(self.native_shape)
+
+    def to_hf(self, block: Tensor) -> list[Tensor]:
+        return [block.reshape(self.hf_shapes[0])]
+
+
 class GateThenUp(Transform):
     """A transform of gate [F, H] and up [F, H] <-> the gate's rows, then those of up: [2 F, H]."""
 
@@ -97,6 +110,37 @@ class ExpertDown(Transform):
         return [block[0]]
 
 
+class ExpertsGateUp(Transform):
+    """A transform of gate and up of all experts [E, ..., 2 F], channel by channel in turn, <-> [E, 2, F, ...].
+
+    Args:
+        experts: E. width: F.
+        rest: the input's width (weights), or nothing (biases).
+    """
+
+    def __init__(self, experts: int, width: int, *rest: int) -> None:
+        self.hf_shapes, self.native_shape = ((experts, *rest, 2 * width),), (experts, 2, width, *rest)
+
+    def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].unflatten(-1, (-1, 2)).movedim(-1, 1).movedim(-1, 2).contiguous()
+
+    def to_hf(self, block: Tensor) -> list[Tensor]:
+        return [block.movedim(2, -1).movedim(1, -1).flatten(-2)]
+
+
+class ExpertsDown(Transform):
+    """A transform of down of all experts [E, F, H] <-> [E, H, F]."""
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        self.hf_shapes, self.native_shape = ((experts, width, hidden),), (experts, hidden, width)
+
+    def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].transpose(1, 2).contiguous()
+
+    def to_hf(self, block: Tensor) -> list[Tensor]:
+        return [block.transpose(1, 2).contiguous()]
+
+
 class QueryKeyValue(Transform):
     """A transform of q [n d, ...], k [g d, ...] and v [g d, ...] <-> groups of n / g queries, a key and a value.
 
@@ -118,6 +162,27 @@ class QueryKeyValue(Transform):
     def to_hf(self, block: Tensor) -> list[Tensor]:
         parts = block.unflatten(0, (self.groups, -1)).split(self.rows, dim=1)
         return [part.flatten(0, 1) for part in parts]
+
+
+class FusedQueryKeyValue(QueryKeyValue):
+    """A transform of one tensor of all queries, then all keys and all values <-> what `QueryKeyValue` makes of three.
+
+    Args:
+        heads, groups, head_size, rest: see `QueryKeyValue`.
+    """
+
+    def __init__(self, heads: int, groups: int, head_size: int, *rest: int) -> None:
+        super().__init__(heads, groups, head_size, *rest)
+        self.parts = [shape[0] for shape in self.hf_shapes]
+        self.hf_shapes = (self.native_shape,)
+
+    def to_native(self, tensors: Sequence[Tensor]) -> Tensor:
+        return super().to_native(tensors[0].split(self.parts))
+
+    def to_hf(self, block: Tensor) -> list[Tensor]:
+        import torch
+
+        return [torch.cat(super().to_hf(block))]
 
 
 class Vocabulary(Transform):

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe import platform
+from megatron_moe.engine.dist_checkpointing import make_sharded_tensors_for_checkpoint
 from megatron_moe.engine.layers import AttnMaskType, get_cuda_rng_tracker
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.model.context_parallel import (
@@ -29,6 +30,7 @@ from megatron_moe.model.context_parallel import (
     of_one_width,
     wide,
 )
+from megatron_moe.model.norm import RMSNorm
 from megatron_moe.parallel.sequence import Documents, all_gather_sequence
 from megatron_moe.platform.protocols import AutogradContext, EngineConfig, ProcessGroups
 
@@ -54,6 +56,11 @@ class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
     Under context parallelism a rank has its two chunks of the sequence (`parallel/sequence.py`), and attends to
     the whole sequence.
 
+    Attributes:
+        window: how many tokens before itself a token of this layer sees; None: all.
+        softmax_offset: the sinks of this rank's heads [n], logits that take their part of the softmax and have no
+            value, in the model's dtype; None unless the softmax type is "learnable".
+
     Raises:
         ValueError: another mask than the causal one, or context parallelism without its process group.
     """
@@ -78,6 +85,13 @@ class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
         self.scale = softmax_scale
         # Under sequence parallelism the engine has switched to the rank's own random stream around the whole layer.
         self.own_stream = not config.sequence_parallel
+        has_window = config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]
+        self.window = config.window_size[0] if has_window else None
+        self.softmax_type = config.softmax_type
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         self._kernel: Callable[..., Tensor] = _attend_cuda if platform.has_cuda() else _attend_cpu
         self._in_pieces: OverRanks | None = None
         if pg_collection is not None:
@@ -87,6 +101,10 @@ class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
             if self._in_pieces is None:
                 raise ValueError("attention under context parallelism needs pg_collection, for its group cp")
             self._kernel = self._in_pieces
+
+    def compared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries [S, B, n, dk] and keys [S, B, g, dk] as their products are taken: here as they are given."""
+        return query, key
 
     def forward(
         self,
@@ -110,12 +128,16 @@ class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
         if attention_bias is not None or packed_seq_params is not None:
             raise ValueError("causal attention takes no attention_bias or packed sequences")
         documents, kernel = Documents.of(attention_mask, query.shape[1]), self._kernel
-        if documents is not None:
-            if documents.firsts.shape != (query.shape[1], query.shape[0]) or documents.firsts.dtype != torch.int64:
-                raise ValueError("attention_mask is int64, for each token the first one that it sees; see Documents")
+        known = None if documents is None else (documents.firsts.shape, documents.firsts.dtype)
+        if known not in (None, ((query.shape[1], query.shape[0]), torch.int64)):
+            raise ValueError("attention_mask is int64, for each token the first one that it sees; see Documents")
+        special = self.window is not None or self.softmax_type != "vanilla"
+        if documents is not None or special:
             if self._in_pieces is None:
-                raise ValueError("attention within documents needs pg_collection, for its group cp")
+                raise ValueError("documents, windows and sinks need pg_collection, for its group cp")
             kernel = partial(self._in_pieces, documents=documents)
+        if special:
+            kernel = partial(kernel, window=self.window, sinks=self.sinks(query))
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         dropout = self.dropout if self.training else 0.0
         # TP ranks hold different heads and must drop different weights.
@@ -125,6 +147,38 @@ class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
                 query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), scale, dropout
             )
         return context.permute(2, 0, 1, 3).to(query.dtype).reshape(*query.shape[:2], -1)
+
+    def sinks(self, query: Tensor) -> Tensor | None:
+        """Return the logit of each head's sink, fp32 [n], for queries [S, B, n, dk]; None without sinks."""
+        if self.softmax_type == "off-by-one":
+            return query.new_zeros(query.shape[2], dtype=torch.float32)
+        return None if self.softmax_offset is None else self.softmax_offset.float()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Return the sinks, which are split over TP ranks, if there are any."""
+        if self.softmax_offset is None:
+            return {}
+        own, axes = {"softmax_offset": self.softmax_offset}, {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+
+
+class NormedCoreAttention(SDPACoreAttention):
+    """SDPACoreAttention that normalises each head of the queries and keys it is given: after their rotation."""
+
+    def __init__(self, config: EngineConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self.q_layernorm = RMSNorm(config, config.kv_channels, config.layernorm_epsilon)
+        self.k_layernorm = RMSNorm(config, config.kv_channels, config.layernorm_epsilon)
+
+    def compared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both normalised."""
+        return self.q_layernorm(query), self.k_layernorm(key)
+
+    def forward(self, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Return what SDPACoreAttention returns."""
+        return super().forward(*self.compared(query, key), *args, **options)
 
 
 LOGITS_AT_A_TIME = 2**24
@@ -171,6 +225,10 @@ class MeasuredCoreAttention(SDPACoreAttention):
                 self.largest_logits = torch.full_like(found, -math.inf)
             torch.maximum(self.largest_logits, found, out=self.largest_logits)
         return super().forward(query, key, value, attention_mask, *args, **options)
+
+
+class MeasuredNormedCoreAttention(NormedCoreAttention, MeasuredCoreAttention):
+    """NormedCoreAttention that measures as MeasuredCoreAttention does."""
 
 
 def measured_attentions(model_chunks: Iterable[torch.nn.Module]) -> Iterator[MeasuredCoreAttention]:
@@ -241,19 +299,33 @@ def largest_in_pieces(
     return torch.stack(largest).amax(0)
 
 
-def attend_with_last(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
+def attend_with_last(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float | None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return the context [1, B, n, dv], in the query's dtype, of the last token, which attends to all tokens.
 
     Args:
         query: [1, B, n, dk].
         keys, values: [B, g, S, dk] and [B, g, S, dv].
-        scale: see SDPACoreAttention.
+        scale, window, sinks: see SDPACoreAttention.
     """
+    if window is not None:
+        keys, values = keys[:, :, -window - 1 :], values[:, :, -window - 1 :]
     # Without a mask the heads that share a key are rows of one product.
     rows = query[0].unflatten(1, (keys.shape[1], -1))
     if not platform.has_cuda():
         rows, keys, values = rows.float(), keys.float(), values.float()
-    context = F.scaled_dot_product_attention(rows, keys, values, scale=scale)
+    if sinks is None:
+        context = F.scaled_dot_product_attention(rows, keys, values, scale=scale)
+    else:
+        logits = (rows @ keys.transpose(2, 3)).float() * (rows.shape[-1] ** -0.5 if scale is None else scale)
+        of_rows = sinks.view(1, keys.shape[1], -1, 1).expand(*rows.shape[:3], 1)
+        context = torch.cat((logits, of_rows), dim=-1).softmax(-1)[..., :-1].to(values.dtype) @ values
     return context.flatten(1, 2).unsqueeze(0).to(query.dtype)
 
 

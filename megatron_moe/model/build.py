@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -28,9 +26,13 @@ from megatron_moe.engine.layers import (
     AttnMaskType,
     ColumnParallelLinear,
     DistributedDataParallel,
+    IdentityOp,
     MLPSubmodules,
     RowParallelLinear,
+    SelfAttention,
+    SelfAttentionSubmodules,
     TransformerLayer,
+    TransformerLayerSubmodules,
     VocabParallelEmbedding,
     checkpoint,
     copy_to_tensor_model_parallel_region,
@@ -41,7 +43,12 @@ from megatron_moe.engine.layers import (
 )
 from megatron_moe.engine.modules import DeepcopyKeepsGroups, pass_on_padding_mask, with_class
 from megatron_moe.model.activation_offload import ActivationOffload
-from megatron_moe.model.attention import MeasuredCoreAttention, SDPACoreAttention
+from megatron_moe.model.attention import (
+    MeasuredCoreAttention,
+    MeasuredNormedCoreAttention,
+    NormedCoreAttention,
+    SDPACoreAttention,
+)
 from megatron_moe.model.cross_entropy import cross_entropy
 from megatron_moe.model.engine_config import LayerSettings, ddp_config, transformer_config
 from megatron_moe.model.float16_module import Float16Module, keep_in_fp32, model_dtypes
@@ -50,8 +57,15 @@ from megatron_moe.model.initialize import global_name, initialize_weights
 from megatron_moe.model.loss import FusedLoss, OutputLayer, OutputLayerWithLoss, TokenLoss
 from megatron_moe.model.mla import LatentAttention, MLASubmodules, ReplicatedLinear
 from megatron_moe.model.mtp import MTPLayer, MultiTokenPrediction, PredictionParts, without_second_table
-from megatron_moe.model.norm import RMSNorm, fp32_bias_dropout_add
+from megatron_moe.model.norm import (
+    ReorderedNormLayer,
+    RMSNorm,
+    SelfAttentionNormedAcrossHeads,
+    fp32_bias_dropout_add,
+    multiplied,
+)
 from megatron_moe.model.overlap import ChunkPlan
+from megatron_moe.model.rotary import Angles
 from megatron_moe.moe.experts import GroupedExperts, LocalExperts
 from megatron_moe.moe.grouped_gemm_fp8 import (
     Fp8Product,
@@ -283,11 +297,13 @@ class MLPSpec:
 def layer_spec(
     config: EngineConfig, settings: LayerSettings, chosen: Parts, pg_collection: ProcessGroups, moe: bool
 ) -> ModuleSpec:
-    """Return one transformer layer: attention, then the MoE layer or a dense MLP, each after its norm."""
-    head_norm = chosen.norm if config.qk_layernorm else None
+    """Return one transformer layer: attention, then the MoE layer or a dense MLP, each after its norm or before it."""
+    head_norm = chosen.norm if config.qk_layernorm and not settings.qk_layernorm_after_rotation else None
     core = MeasuredCoreAttention if config.log_max_attention_logit else chosen.core_attention
+    if settings.qk_layernorm_after_rotation:
+        core = MeasuredNormedCoreAttention if config.log_max_attention_logit else NormedCoreAttention
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
-    attention: type = SelfAttention
+    attention: type = SelfAttentionNormedAcrossHeads if settings.qk_layernorm_across_heads else SelfAttention
     submodules: Any = SelfAttentionSubmodules(
         linear_qkv=chosen.column_linear,
         core_attention=core,
@@ -298,7 +314,7 @@ def layer_spec(
     if config.multi_latent_attention:
         attention = LatentAttention
         submodules = MLASubmodules(chosen.column_linear, chosen.row_linear, head_norm, core)
-        params |= {"recomputed": settings.recomputed, "rotary": settings.rotary}
+        params |= {"recomputed": settings.recomputed, "rotation": settings.rotation}
         params["gathers_latents"] = settings.gathers_latents
     if moe:
         if settings.moe is not None and settings.moe.backend == "te":  # the layer's own error gets the engine's words
@@ -310,13 +326,16 @@ def layer_spec(
         dense = RecomputedMLP if "mlp" in settings.recomputed else MLP
         mlp = MLPSpec(dense, linears, {"tp_group": pg_collection.tp, "ffn_hidden_size": config.ffn_hidden_size})
     add = fp32_bias_dropout_add if config.fp32_residual_connection else get_bias_dropout_add
+    if settings.residual_multiplier != 1.0:
+        add = multiplied(add, settings.residual_multiplier)
+    norm_before = IdentityOp if settings.reordered_norm else chosen.norm
     return ModuleSpec(
-        module=TransformerLayer,
+        module=ReorderedNormLayer if settings.reordered_norm else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=chosen.norm,
+            input_layernorm=norm_before,
             self_attention=ModuleSpec(module=attention, params=params, submodules=submodules),
             self_attn_bda=add,
-            pre_mlp_layernorm=chosen.norm,
+            pre_mlp_layernorm=norm_before,
             mlp=mlp,
             mlp_bda=add,
         ),
@@ -550,6 +569,9 @@ def _chunk(
     chunk.moe_options = settings.moe
     chunk.routers_know_documents = run.derived.routers_know_documents
     chunk.rotates_by_position = run.data.reset_attention_mask
+    if settings.rotation is not None and not config.multi_latent_attention:
+        chunk.rotary_pos_emb = with_class(Angles, chunk.rotary_pos_emb)
+        chunk.rotary_pos_emb.rotation = settings.rotation
     without_second_table(chunk)
     if run.training.recompute_method == "block":
         pass_on_padding_mask(chunk.decoder)
@@ -557,11 +579,15 @@ def _chunk(
         layer_class = OutputLayerWithLoss if run.model.cross_entropy_loss_fusion else OutputLayer
         chunk.output_layer = with_class(layer_class, chunk.output_layer)
         chunk.output_layer.vocab_size = vocab_size
+        if run.model.logits_scaling != 1.0:
+            chunk.output_layer.register_forward_pre_hook(partial(_scale_hidden, run.model.logits_scaling))
     if chunk.post_process and run.model.cross_entropy_loss_fusion:
         chunk.output_layer.chunk_tokens = run.model.cross_entropy_chunk_tokens
         chunk.output_layer.fused_gradient = run.precision.gradient_accumulation_fusion is not False
     if hasattr(chunk, "embedding"):
         chunk.embedding.word_embeddings = with_class(ExactEmbedding, chunk.embedding.word_embeddings)
+        if run.model.embedding_multiplier != 1.0:
+            chunk.embedding.word_embeddings.register_forward_hook(partial(_scale_rows, run.model.embedding_multiplier))
     multiply_in_fp8(chunk, run)
     if draw:
         chunk.to(platform.device())
@@ -572,6 +598,16 @@ def _chunk(
         freeze(chunk, left_alone)
     install_gates(chunk, lambda module: isinstance(module, _PRODUCTS))
     return chunk
+
+
+def _scale_rows(factor: float, module: torch.nn.Module, inputs: tuple[Tensor], rows: Tensor) -> Tensor:
+    return rows * factor
+
+
+def _scale_hidden(divisor: float, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Divide the output layer's input, H numbers per token, and so its logits, of which there are V."""
+    hidden, *rest = inputs
+    return (hidden / divisor, *rest)
 
 
 @contextlib.contextmanager

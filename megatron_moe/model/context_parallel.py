@@ -4,7 +4,12 @@ Keys and values are gathered over the ranks and put into the sequence's order, o
 which gathers its latents. A chunk of queries then attends to its own chunk of keys causally, and to all keys before it
 without a mask; the two results are merged by their logsumexp. Neither a score matrix nor a mask is as large as the
 sequence squared. Where documents do not see each other, each document's part of a chunk is such a piece, whose keys
-begin with the document.
+begin with the document. Where a token sees a window of those before it, a piece has no more queries than the window,
+and sees the keys that leave the window one by one as a causal block in reverse order.
+
+A sink is a logit of each head that takes its part of the softmax and has no value: the context is multiplied by
+sigmoid(logsumexp - sink). With that context, and the logsumexp over the sink too, the backward pass of each block is
+right as it is.
 
 Where it gathers them, the backward pass keeps the rank's own keys and values alone and gathers the others again. So the
 memory that a layer keeps falls with the number of ranks; the peak within one layer does not. The gradients of keys and
@@ -18,6 +23,7 @@ contiguous.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -50,11 +56,25 @@ def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return wide(query, missing), wide(key, missing), wide(value, max(0, key_width - value_width))
 
 
+def _operands(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the kernels for blocks take on this device: on a CPU of one width and in fp32."""
+    return of_one_width(query, key, value) if platform.on_cpu(query) else (query, key, value)
+
+
 def wide(tensor: Tensor, padding: int = 0) -> Tensor:
     """Return a contiguous fp32 tensor whose last dimension is longer by `padding` zeros."""
     if padding:
         return F.pad(tensor.float(), (0, padding))
     return tensor.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+_EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention
+_EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+"""The kernel for CUDA that returns logsumexp in every dtype, without groups of heads. Not verified on a card."""
+
+
+def _per_head(query: Tensor, key: Tensor) -> Tensor:
+    return key.repeat_interleave(query.shape[1] // key.shape[1], 1)
 
 
 def attend_block(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -67,6 +87,10 @@ def attend_block(query: Tensor, key: Tensor, value: Tensor, scale: float, causal
     Returns:
         context [B, n, Q, d] and logsumexp [B, n, Q] of the scaled scores.
     """
+    if not platform.on_cpu(query):
+        key, value = _per_head(query, key), _per_head(query, value)
+        found = _EFFICIENT(query, key, value, None, True, 0.0, causal, scale=scale)
+        return found[0], found[1][..., : query.shape[2]]
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
 
 
@@ -86,6 +110,17 @@ def block_gradients(
     keys, they are the block's share: the probabilities are exp(score - logsumexp), and the softmax's backward
     subtracts the product of the context and its gradient.
     """
+    if not platform.on_cpu(query):
+        # The kernel for CUDA pads logsumexp to multiples of 32, with what makes a weight 0, and has no dropout here.
+        padded = F.pad(logsumexp, (0, -logsumexp.shape[-1] % 32), value=math.inf)
+        keys, values, unused = _per_head(query, key), _per_head(query, value), torch.zeros((), dtype=torch.int64)
+        wanted = [True, True, True, False]
+        grad, context = grad.to(query.dtype), context.to(query.dtype)
+        found = _EFFICIENT_BACKWARD(
+            grad, query, keys, values, None, context, padded, unused, unused, 0.0, wanted, causal, scale=scale
+        )
+        groups = key.shape[1]
+        return found[0], *(of_head.unflatten(1, (groups, -1)).sum(2) for of_head in found[1:3])
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, query, key, value, context, logsumexp, 0.0, causal, scale=scale
     )
@@ -95,7 +130,8 @@ class Piece(NamedTuple):
     """Neighbouring queries that see the same earlier keys, and each its own key and those between.
 
     rows: the sequences of the micro-batch. queries: their places in this rank's part. own: the keys of the same tokens,
-    in the whole sequence. earlier: the keys before them. padding: whether they are of no document.
+    in the whole sequence. earlier: the keys before them. padding: whether they are of no document. leaving: as many
+    keys as queries, before the others, of which query i sees those from the i-th on: what leaves the window.
     """
 
     rows: slice
@@ -103,6 +139,12 @@ class Piece(NamedTuple):
     own: slice
     earlier: slice
     padding: bool = False
+    leaving: slice = slice(0, 0)
+
+    def blocks(self) -> list[tuple[slice, bool, bool]]:
+        """Return the blocks of keys that are not empty, whether each is causal, and whether in reverse order."""
+        found = [(self.own, True, False), (self.earlier, False, False), (self.leaving, True, True)]
+        return [block for block in found if block[0].stop > block[0].start]
 
 
 def pieces_of(length: int, rank: int, size: int, documents: Documents | None = None) -> list[Piece]:
@@ -134,6 +176,24 @@ def _pieces_of_documents(length: int, rank: int, documents: HostDocuments) -> li
     return found
 
 
+def within_window(pieces: list[Piece], window: int) -> list[Piece]:
+    """Return pieces of the same queries in which each sees itself and `window` keys before it at most."""
+    found = []
+    for piece in pieces:
+        begin, end, first = piece.own.start, piece.own.stop, piece.earlier.start
+        shift = piece.queries.start - begin
+        whole = min(end, max(begin, first + window))  # those before see everything from the first key on
+        if whole > begin:
+            own = slice(begin, whole)
+            found.append(piece._replace(queries=slice(begin + shift, whole + shift), own=own))
+        for at in range(whole, end, window):
+            stop = min(at + window, end)
+            earlier, leaving = slice(stop - window, at), slice(at - window, stop - window)
+            queries = slice(at + shift, stop + shift)
+            found.append(Piece(piece.rows, queries, slice(at, stop), earlier, piece.padding, leaving))
+    return found
+
+
 @dataclass(frozen=True)
 class OverRanks:
     """An attention of this file with its group, as a record, so that copies of a model share the group.
@@ -153,16 +213,26 @@ class OverRanks:
         scale: float,
         dropout: float,
         documents: Documents | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return [B, n, S / CP, dv] for this rank's [B, n, S / CP, dk], [B, g, S / CP, dk] and [B, g, S / CP, dv].
 
         Keys and values are [B, g, S, dk] and [B, g, S, dv] where they are not gathered here.
-        """
-        return self.attend(query, key, value, scale, dropout, self, documents)
 
-    def pieces(self, length: int, documents: Documents | None) -> list[Piece]:
+        Args:
+            window: how many keys before its own a query sees; None: all. sinks: [n] fp32, a logit of each head.
+        """
+        if window is None and sinks is None:
+            return self.attend(query, key, value, scale, dropout, self, documents)
+        if dropout:
+            raise ValueError("attention with windows or sinks drops no weights")
+        return _FlashInPieces.apply(query, key, value, scale, self, documents, window, sinks)
+
+    def pieces(self, length: int, documents: Documents | None, window: int | None = None) -> list[Piece]:
         """Return the pieces of this rank's S / CP = `length` queries."""
-        return pieces_of(length, self.group.rank(), self.group.size(), documents)
+        found = pieces_of(length, self.group.rank(), self.group.size(), documents)
+        return found if window is None else within_window(found, window)
 
     def whole(self, tensor: Tensor, documents: Documents | None) -> Tensor:
         """Return the keys or values [B, g, S, d] of the whole sequence, in its order and in their own dtype."""
@@ -210,26 +280,36 @@ class _FlashInPieces(torch.autograd.Function):
         scale: float,
         over: OverRanks,
         documents: Documents | None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        pieces = over.pieces(query.shape[2], documents)
+        pieces = over.pieces(query.shape[2], documents, window)
         context, logsumexp = attend_pieces(
             query, over.whole(key, documents), over.whole(value, documents), scale, pieces
         )
-        ctx.save_for_backward(query, key, value, context, logsumexp)
+        if sinks is not None:
+            alone, logsumexp = logsumexp, torch.logaddexp(logsumexp, sinks.unsqueeze(-1))
+            context *= (alone - logsumexp).exp().unsqueeze(-1)
+        ctx.save_for_backward(query, key, value, context, logsumexp, sinks)
         ctx.scale, ctx.over, ctx.documents, ctx.pieces = scale, over, documents, pieces
         return context
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        query, key, value, context, logsumexp = ctx.saved_tensors
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, context, logsumexp, sinks = ctx.saved_tensors
         over, documents = ctx.over, ctx.documents
         whole = (over.whole(key, documents), over.whole(value, documents))
         grad_query, grad_key, grad_value = piece_gradients(
             grad, query, *whole, context, logsumexp, ctx.scale, ctx.pieces
         )
         grad_key, grad_value = over.own(grad_key, documents), over.own(grad_value, documents)
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
+        grad_sinks = None
+        if sinks is not None:  # the softmax's backward, of a logit whose value is 0
+            taken = (sinks.unsqueeze(-1) - logsumexp).exp()
+            grad_sinks = -(taken * (grad * context).sum(-1)).sum((0, 2))
+        found = grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+        return *found, None, None, None, None, grad_sinks
 
 
 def attend_pieces(
@@ -245,17 +325,22 @@ def attend_pieces(
         context [B, n, S / CP, dv] and logsumexp [B, n, S / CP], fp32.
     """
     width = value.shape[-1]
-    query, key, value = of_one_width(query, key, value)
-    contexts, logsumexps = query.new_empty((*query.shape[:3], width)), query.new_empty(query.shape[:3])
+    query, key, value = _operands(query, key, value)
+    contexts = query.new_empty((*query.shape[:3], width), dtype=torch.float32)
+    logsumexps = query.new_empty(query.shape[:3], dtype=torch.float32)
     for piece in pieces:
-        at = (piece.rows, slice(None), piece.queries)
-        queries, own = query[at], (piece.rows, slice(None), piece.own)
-        context, logsumexp = attend_block(queries, key[own], value[own], scale, True)
-        if piece.earlier.stop > piece.earlier.start:
-            earlier = (piece.rows, slice(None), piece.earlier)
-            before = attend_block(queries, key[earlier], value[earlier], scale, False)
-            context, logsumexp = _merged((context, logsumexp), before)
-        contexts[at], logsumexps[at] = context[..., :width], logsumexp
+        at, merged = (piece.rows, slice(None), piece.queries), None
+        for seen, causal, reverse in piece.blocks():
+            block = (piece.rows, slice(None), seen)
+            operands = query[at], key[block], value[block]
+            if reverse:
+                operands = tuple(operand.flip(2) for operand in operands)
+            found = attend_block(*operands, scale, causal)
+            if reverse:
+                found = found[0].flip(2), found[1].flip(2)
+            merged = found if merged is None else _merged(merged, found)
+        assert merged is not None, "each query sees its own key"
+        contexts[at], logsumexps[at] = merged[0][..., :width], merged[1]
     return contexts, logsumexps
 
 
@@ -276,19 +361,20 @@ def piece_gradients(
         values.
     """
     key_width, value_width = key.shape[-1], value.shape[-1]
-    query, key, value = of_one_width(query, key, value)
+    query, key, value = _operands(query, key, value)
     missing = value.shape[-1] - value_width
     grad, context = wide(grad, missing), wide(context, missing)
-    grad_query, grad_key, grad_value = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+    grad_query, grad_key, grad_value = (torch.zeros_like(t, dtype=torch.float32) for t in (query, key, value))
     for piece in pieces:
         at = (piece.rows, slice(None), piece.queries)
-        for seen, causal in ((piece.own, True), (piece.earlier, False)):
-            if seen.stop == seen.start:
-                continue
+        for seen, causal, reverse in piece.blocks():
             block = (piece.rows, slice(None), seen)
-            shares = block_gradients(
-                grad[at], query[at], key[block], value[block], context[at], logsumexp[at], scale, causal
-            )
+            operands = grad[at], query[at], key[block], value[block], context[at], logsumexp[at]
+            if reverse:
+                operands = tuple(operand.flip(2) for operand in operands)
+            shares = block_gradients(*operands, scale, causal)
+            if reverse:
+                shares = tuple(share.flip(2) for share in shares)
             grad_query[at] += shares[0]
             grad_key[block] += shares[1]
             grad_value[block] += shares[2]

@@ -7,6 +7,7 @@ on.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,13 +24,24 @@ from megatron_moe.config.model_flags import LATENT
 from megatron_moe.config.pipeline_layout import LETTERS
 from megatron_moe.config.schema import Run
 from megatron_moe.model.norm import residual_dtype
+from megatron_moe.model.rotary import Rotation
 from megatron_moe.moe.options import MoEOptions
 
 # Of latent attention, in the engine's configuration under the same names as in ours.
-_LATENT = (
-    "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent".split()
-)
-_LATENT += "rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim".split()
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+@dataclass
+class AttentionConfig(TransformerConfig):
+    """The engine's configuration with the fields in which its attention looks for the amplitude of the rotation.
+
+    No release of the engine declares them. It multiplies cosines and sines, in fp32, by
+    0.1 x yarn_mscale x log(yarn_rotary_scaling_factor) + 1, which is yarn_mscale + 1.
+    """
+
+    yarn_rotary_scaling_factor: float = math.exp(10)
+    yarn_mscale: float = 0.0
+    yarn_mscale_all_dim: float = 0.0
 
 
 def params_dtype(run: Run) -> torch.dtype:
@@ -77,9 +89,18 @@ def transformer_config(run: Run) -> TransformerConfig:
         fields["overlap_moe_expert_parallel_comm"] = True
         fields["moe_token_dispatcher_type"] = moe.moe_token_dispatcher_type
         fields["moe_flex_dispatcher_backend"] = moe.moe_flex_dispatcher_backend
-    if not model.multi_latent_attention:
-        return TransformerConfig(**fields)
-    return MLATransformerConfig(**fields, **{name: getattr(model, name) for name in _LATENT})
+    # The engine refuses biases with split experts for its own experts' sake.
+    split = {} if moe.num_experts is None else {"expert_tensor_parallel_size": fields["expert_tensor_parallel_size"]}
+    if split and model.add_bias_linear:
+        fields["expert_tensor_parallel_size"] = 1
+    if model.multi_latent_attention:
+        config = MLATransformerConfig(**fields, **{name: getattr(model, name) for name in _LATENT})
+    else:
+        rotation = Rotation.from_run(run)
+        config = AttentionConfig(**fields, yarn_mscale=0.0 if rotation is None else rotation.amplitude - 1)
+    for name, value in split.items():
+        setattr(config, name, value)
+    return config
 
 
 def _sizes(run: Run) -> dict[str, Any]:
@@ -95,11 +116,19 @@ def _sizes(run: Run) -> dict[str, Any]:
         "rotary_interleaved": model.rotary_interleaved and not latent,  # latent attention always rotates pairs
         "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
-        "gated_linear_unit": model.swiglu,
-        "activation_func": F.silu if model.swiglu else F.gelu,
+        "gated_linear_unit": run.derived.gated,
+        "activation_func": _activation(run),
+        "glu_linear_offset": model.glu_linear_offset,
+        "activation_func_clamp_value": model.activation_func_clamp_value,
+        "softmax_type": model.softmax_type,  # these three are our attention's
+        "window_size": None if run.derived.window is None else (run.derived.window, 0),
+        "window_attn_skip_freq": list(run.derived.window_pattern),
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.add_qkv_bias,
-        "qk_layernorm": model.qk_layernorm,
+        # With it the engine would add up the gradients of all q_layernorm and k_layernorm over the TP ranks, also of
+        # those whose weights are split over them.
+        "qk_layernorm": model.qk_layernorm and not model.qk_layernorm_across_heads,
+        "softmax_scale": model.softmax_scale,
         "multi_latent_attention": latent,
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
@@ -109,6 +138,17 @@ def _sizes(run: Run) -> dict[str, Any]:
         "mtp_loss_scaling_factor": model.mtp_loss_scaling_factor,
         "log_max_attention_logit": run.optimizer.qk_clip or run.logging.log_max_attention_logit,
     }
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return x sigmoid(1.702 x); the engine's would be compiled, on a CPU too."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _activation(run: Run) -> Any:
+    if run.model.quick_geglu:
+        return quick_gelu
+    return F.silu if run.model.swiglu else F.gelu
 
 
 def _layout(run: Run) -> dict[str, Any]:
@@ -151,7 +191,10 @@ def _kernels(run: Run) -> dict[str, Any]:
     """
     cuda = platform.has_cuda()
     compiled = cuda and not run.training.deterministic_mode
-    fields = TransformerConfig.__dataclass_fields__
+    model, fields = run.model, TransformerConfig.__dataclass_fields__
+    plain = model.swiglu and not (
+        model.quick_geglu or model.glu_linear_offset or model.activation_func_clamp_value is not None
+    )
     graph_scope = "cuda_graph_modules" if "cuda_graph_modules" in fields else "cuda_graph_scope"  # 0.19.2, 0.16.1
     # The engine's linear layers add to fp32 sums with an extension that is compiled for the machine, and refuse to be
     # built without it. The output layer is the engine's next to Transformer Engine's layers too: one setting for all.
@@ -160,7 +203,7 @@ def _kernels(run: Run) -> dict[str, Any]:
     return {
         graph_scope: [],
         "use_cpu_initialization": not cuda,  # where the engine allocates; it initialises nothing
-        "bias_activation_fusion": compiled and run.model.swiglu,
+        "bias_activation_fusion": compiled and plain,
         "bias_dropout_fusion": compiled,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
@@ -212,27 +255,37 @@ def optimizer_config(run: Run) -> OptimizerConfig:
 class LayerSettings:
     """The options of our own modules in a layer, which the engine's configuration does not have.
 
-    moe: options of the MoE layers; None for a dense model. recomputed: see `derived.recomputed_modules`. rotary:
-    whether attention rotates queries and keys. gathers_latents: whether latent attention gathers its latents over CP
-    ranks. bf16_layers: the layers of the decoder whose experts are not in FP8.
+    moe: options of the MoE layers; None for a dense model. recomputed: see `derived.recomputed_modules`. rotation: of
+    queries and keys; None without positions. gathers_latents: whether latent attention gathers its latents over CP
+    ranks. bf16_layers: the layers of the decoder whose experts are not in FP8. qk_layernorm_after_rotation: whether the
+    norms of queries and keys, if there are any, come after the rotation. residual_multiplier: a factor of what a layer
+    adds to the stream. qk_layernorm_across_heads: whether one norm is over the queries of all heads, and one over the
+    keys. reordered_norm: whether norms are behind attention and MLP.
     """
 
     moe: MoEOptions | None
     recomputed: tuple[str, ...]
-    rotary: bool
+    rotation: Rotation | None
     gathers_latents: bool = False
     bf16_layers: tuple[int, ...] = ()
+    qk_layernorm_after_rotation: bool = False
+    residual_multiplier: float = 1.0
+    qk_layernorm_across_heads: bool = False
+    reordered_norm: bool = False
 
     @classmethod
     def from_run(cls, run: Run) -> LayerSettings:
         """Read the settings from a run that has passed `config.rules.check`."""
-        rotary = run.model.position_embedding_type == "rope"
         return cls(
             moe=MoEOptions.from_run(run),
             recomputed=run.derived.recomputed_modules,
-            rotary=rotary,
+            rotation=Rotation.from_run(run),
             gathers_latents=run.derived.mla_cp_exchange == LATENT,
             bf16_layers=run.derived.bf16_layers,
+            qk_layernorm_after_rotation=run.model.qk_layernorm_after_rotation,
+            residual_multiplier=run.model.residual_multiplier,
+            qk_layernorm_across_heads=run.model.qk_layernorm_across_heads,
+            reordered_norm=run.model.reordered_norm,
         )
 
     def of_layer(self, layer: int) -> LayerSettings:

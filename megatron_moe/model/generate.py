@@ -24,6 +24,7 @@ from megatron_moe.engine.schedules import get_attr_wrapped_model, get_forward_ba
 from megatron_moe.model.attention import SDPACoreAttention, attend_with_last
 from megatron_moe.model.cross_entropy import cross_entropy
 from megatron_moe.model.mla import LatentAttention, rotated
+from megatron_moe.model.rotary import Angles
 from megatron_moe.parallel.collectives import all_gather_rows
 from megatron_moe.parallel.sequence import context_parallel_slice, holder
 from megatron_moe.platform.protocols import ProcessGroups
@@ -259,9 +260,7 @@ def cached(model: torch.nn.Module, capacity: int) -> Iterator[Step]:
         raise ValueError(f"a key-value cache of {capacity} tokens: the model has {whole.max_sequence_length} positions")
     length = _Length(capacity)
     attentions = [layer.self_attention for layer in whole.decoder.layers]
-    # The engine's angles of grouped-query attention, fp32 [capacity, 1, 1, rotated width]
-    rotary = getattr(whole, "rotary_pos_emb", None)
-    table = None if rotary is None else rotary(capacity)
+    angles: Angles | None = getattr(whole, "rotary_pos_emb", None)  # latent attention has its own
     with evaluation([model]), contextlib.ExitStack() as undo:
         for layer, attention in zip(whole.decoder.layers, attentions):
             undo.callback(setattr, layer, "self_attention", attention)
@@ -271,23 +270,35 @@ def cached(model: torch.nn.Module, capacity: int) -> Iterator[Step]:
                 core = attention.core_attention
                 undo.callback(setattr, attention, "core_attention", core)
                 attention.core_attention = _CachedCore(core, length)
-                layer.self_attention = _CachedSelfAttention(attention, table, length)
+                layer.self_attention = _CachedSelfAttention(attention, length)
+        seen: list[Tensor] = []
 
         def step(tokens: Tensor) -> Tensor:
             length.check(tokens.shape[1])
+            end = length.known + tokens.shape[1]
+            if angles is not None:
+                seen.append(tokens)
+                if length.known and angles.rotation.is_long(end) and not angles.rotation.is_long(length.known):
+                    # LongRoPE: the cached keys are rotated at the frequencies of short sequences.
+                    tokens, length.known = torch.cat(seen, dim=1), 0
+                length.angles = angles.get_emb(tokens.shape[1], length.known)
             # Positions are attention's: no model has a table of them.
             logits = model(tokens, None, None)[:, -1]
-            length.known += tokens.shape[1]
+            length.known = end
             return logits.float()
 
         yield step
 
 
 class _Length:
-    """The number of cached tokens, the same in all layers; `known` grows when the last layer is done."""
+    """The number of cached tokens, the same in all layers; `known` grows when the last layer is done.
+
+    angles: of the new tokens, fp32 [S, 1, 1, rotated width]; None in latent attention and without positions.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.known = capacity, 0
+        self.angles: Tensor | None = None
 
     def check(self, new: int) -> None:
         """Refuse tokens that do not fit, and a second prompt: a token that sees all cached ones has to be the last."""
@@ -314,7 +325,7 @@ class _Rows:
 
 
 class _CachedCore(torch.nn.Module):
-    """Core attention that caches the keys and values it is given, after their rotation."""
+    """Core attention that caches values and keys, these after their rotation and norm."""
 
     def __init__(self, core: torch.nn.Module, length: _Length) -> None:
         super().__init__()
@@ -323,25 +334,24 @@ class _CachedCore(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
         """Attend as SDPACoreAttention does; key and value are those of the new tokens."""
-        keys, values = self._keys.put(key), self._values.put(value)
+        last, compared = self.core.compared(query, key)
+        keys, values = self._keys.put(compared), self._values.put(value)
         if self._length.known == 0:
             return self.core(query, key, value, *rest, **options)
-        return attend_with_last(query, keys, values, self.core.scale).flatten(2)
+        core = self.core
+        return attend_with_last(last, keys, values, core.scale, core.window, core.sinks(query)).flatten(2)
 
 
 class _CachedSelfAttention(torch.nn.Module):
     """The engine's attention with rotary positions that continue after the cached tokens."""
 
-    def __init__(self, attention: torch.nn.Module, table: Tensor | None, length: _Length) -> None:
+    def __init__(self, attention: torch.nn.Module, length: _Length) -> None:
         super().__init__()
-        self.attention, self._table, self._length = attention, table, length
+        self.attention, self._length = attention, length
 
     def forward(self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Tensor | None = None, **options: Any) -> Any:
         """Attend as the engine's SelfAttention, but not at the model's positions, which start at 0 in each pass."""
-        if self._table is not None:
-            known = self._length.known
-            rotary_pos_emb = self._table[known : known + hidden_states.shape[0]]
-        return self.attention(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **options)
+        return self.attention(hidden_states, *args, rotary_pos_emb=self._length.angles, **options)
 
 
 class _CachedLatentAttention(torch.nn.Module):

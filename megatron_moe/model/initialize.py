@@ -37,9 +37,10 @@ _WHOLE, _ROWS, _COLUMNS = Split(None), Split(0), Split(1)
 # Module -> split of its weight. One that is not listed is an error, so that no parameter is left uninitialised.
 _SPLITS = {
     **dict.fromkeys("word_embeddings output_layer linear_qkv linear_q_proj linear_q_up_proj".split(), _ROWS),
-    **dict.fromkeys("linear_kv_up_proj linear_fc1 eh_proj".split(), _ROWS),
+    **dict.fromkeys("linear_kv_up_proj linear_fc1 eh_proj core_attention".split(), _ROWS),
     **dict.fromkeys("linear_q_down_proj linear_kv_down_proj router shared_experts".split(), _WHOLE),
     **dict.fromkeys("input_layernorm pre_mlp_layernorm final_layernorm".split(), _WHOLE),
+    **dict.fromkeys("post_self_attn_layernorm post_mlp_layernorm".split(), _WHOLE),
     **dict.fromkeys("q_layernorm k_layernorm kv_layernorm enorm hnorm".split(), _WHOLE),
     "linear_proj": _COLUMNS,
     "linear_fc2": _COLUMNS,
@@ -136,6 +137,8 @@ def _experts(chunk: torch.nn.Module) -> list[tuple[str, Any]]:
 
 def _split(module_name: str, parameter_name: str, config: EngineConfig) -> Split:
     split = _SPLITS[module_name]
+    if module_name in ("q_layernorm", "k_layernorm") and not config.qk_layernorm:
+        return _ROWS  # the one norm of all heads, which the engine's configuration does not have
     if parameter_name == "bias" and split == _COLUMNS:
         return _WHOLE
     gated = module_name == "linear_fc1" and config.gated_linear_unit

@@ -15,7 +15,6 @@ summed when they go back to their ranks, those of the weight of `up` with all gr
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +25,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.rotary import yarn_magnitude
 from megatron_moe.engine.layers import AttnMaskType, MegatronModule, checkpoint
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.kernels.choice import has_kernel
 from megatron_moe.model.attention import WHOLE
+from megatron_moe.model.rotary import Rotation
 from megatron_moe.moe.experts import without_output
 from megatron_moe.parallel.collectives import all_gather_rows, shared_by_ranks
 from megatron_moe.parallel.sequence import (
@@ -74,7 +74,7 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         attn_mask_type, cp_comm_type, pp_layer_offset, name: the engine's protocol.
         pg_collection: process groups; `tp` is used, and `cp` where a sequence is split over ranks.
         recomputed: modules that are recomputed in the backward pass, of which "core_attn" and "mla_up_proj" are used.
-        rotary: whether the rotary part of queries and keys is rotated; without it there are no positions.
+        rotation: of the rotary part of queries and keys; without it there are no positions.
         gathers_latents: whether latents are gathered over `cp`, in place of keys and values.
     """
 
@@ -89,7 +89,7 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         pp_layer_offset: int | None = None,
         name: str | None = None,
         recomputed: Collection[str] = (),
-        rotary: bool = True,
+        rotation: Rotation | None = None,
         gathers_latents: bool = False,
     ) -> None:
         super().__init__(config=config)
@@ -102,8 +102,8 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
         self.key_value_width = config.qk_head_dim + config.v_head_dim
         self.cp_group = pg_collection.cp if gathers_latents else None
         cp_position = (pg_collection.cp.rank(), pg_collection.cp.size()) if config.context_parallel_size > 1 else (0, 1)
-        self.rotary = Rotary(config, *cp_position) if rotary else None
-        self.rotary_of_keys = Rotary(config) if rotary and gathers_latents else self.rotary
+        self.rotary = None if rotation is None else Rotary(rotation, *cp_position)
+        self.rotary_of_keys = Rotary(rotation) if rotation is not None and gathers_latents else self.rotary
         self.recompute_core = "core_attn" in recomputed
         self.recompute_up = "mla_up_proj" in recomputed
         heads, hidden = config.num_attention_heads, config.hidden_size
@@ -158,7 +158,7 @@ class LatentAttention(DeepcopyKeepsGroups, MegatronModule):
             layer_number=layer_number,
             attn_mask_type=attn_mask_type,
             attention_type="self",
-            softmax_scale=softmax_scale(config),
+            softmax_scale=softmax_scale(config, rotation),
             k_channels=self.query_width,
             v_channels=config.v_head_dim,
             cp_comm_type=WHOLE if gathers_latents else cp_comm_type,
@@ -309,22 +309,17 @@ def _normed(norm: torch.nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-# ---- Rotary positions, plain or stretched with yarn (arXiv 2104.09864, 2309.00071).
+# ---- Rotary positions.
 #
 # As in DeepSeek's code, neighbouring elements form a pair. The tables are fp32 and not module state, so that no cast
 # reaches them.
 
 
-def yarn_magnitude(factor: float, mscale: float) -> float:
-    """Return yarn's growth of the attention logits for a context `factor` times as long; 1 for factor <= 1."""
-    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def softmax_scale(config: EngineConfig) -> float:
+def softmax_scale(config: EngineConfig, rotation: Rotation | None) -> float:
     """Return latent attention's scale of q k^T: 1/sqrt(key width), times yarn's squared magnitude if configured."""
     scale = (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5
-    if config.rope_type == "yarn" and config.mscale_all_dim:
-        scale *= yarn_magnitude(config.rotary_scaling_factor, config.mscale_all_dim) ** 2
+    if rotation is not None and rotation.model.rope_type == "yarn" and rotation.model.mscale_all_dim:
+        scale *= yarn_magnitude(rotation.model.rotary_scaling_factor, rotation.model.mscale_all_dim) ** 2
     return scale
 
 
@@ -332,39 +327,11 @@ class Rotary:
     """The rotation of the pairs of a head's positional part by position x frequency.
 
     Args:
-        config: the engine's MLATransformerConfig: qk_pos_emb_head_dim, rotary_base, rope_type and, for yarn,
-            rotary_scaling_factor, original_max_position_embeddings, beta_fast, beta_slow, mscale, mscale_all_dim.
         cp_rank, cp_size: this rank among those that share a sequence, and their number.
-
-    Raises:
-        ConfigError: a rotary_percent other than 1; the width itself says how much latent attention rotates.
     """
 
-    def __init__(self, config: EngineConfig, cp_rank: int = 0, cp_size: int = 1) -> None:
-        width = config.qk_pos_emb_head_dim
-        if config.rotary_percent != 1.0:
-            raise ConfigError(
-                f"--rotary-percent {config.rotary_percent}: latent attention rotates the whole of "
-                f"--qk-pos-emb-head-dim {width}; leave --rotary-percent at 1.0"
-            )
-        exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
-        self.frequencies = config.rotary_base**-exponents
-        self.amplitude = 1.0
-        if config.rope_type == "yarn":
-            factor, positions = config.rotary_scaling_factor, config.original_max_position_embeddings
-
-            def dimension(rotations: float) -> float:
-                """Return the (fractional) index whose frequency makes this many rotations over the original context."""
-                return width * math.log(positions / (rotations * 2 * math.pi)) / (2 * math.log(config.rotary_base))
-
-            # Slow frequencies are divided by the factor, fast ones kept, those between blended linearly.
-            low = max(math.floor(dimension(config.beta_fast)), 0)
-            high = min(math.ceil(dimension(config.beta_slow)), width - 1)
-            span = max(high - low, 0.001)  # as DeepSeek's code does, where both ends meet
-            slow = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
-            self.frequencies = self.frequencies / factor * slow + self.frequencies * (1 - slow)
-            self.amplitude = yarn_magnitude(factor, config.mscale) / yarn_magnitude(factor, config.mscale_all_dim)
-        self._cp_rank, self._cp_size = cp_rank, cp_size
+    def __init__(self, rotation: Rotation, cp_rank: int = 0, cp_size: int = 1) -> None:
+        self.rotation, self._cp_rank, self._cp_size = rotation, cp_rank, cp_size
         self._tables: dict[tuple[int, torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def join(self, rest: Tensor, positional: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -392,8 +359,8 @@ class Rotary:
             positions = torch.arange(length, dtype=torch.float32)
             if parts > 1:
                 positions = context_parallel_slice(positions, self._cp_rank, parts)
-            angles = torch.outer(positions, self.frequencies)[:, None, None, :]
-            cos, sin = self.amplitude * angles.cos(), self.amplitude * angles.sin()
+            angles = torch.outer(positions, self.rotation.frequencies(length))[:, None, None, :]
+            cos, sin = self.rotation.amplitude * angles.cos(), self.rotation.amplitude * angles.sin()
             self._tables[key] = cos.to(device), sin.to(device)
         return self._tables[key]
 

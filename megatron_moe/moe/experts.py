@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,6 +100,140 @@ def weighted_swiglu(gate_up: Tensor, probs: Tensor) -> Tensor:
     return _WeightedSwiGLU.apply(gate_up, probs)
 
 
+# ---- Other gated activations, and biases of experts, which are added next to them.
+
+
+@dataclass(frozen=True)
+class GatedActivation:
+    """x sigmoid(slope x) of the gate, times (up + offset); see `weighted_glu`.
+
+    slope: 1 for SiLU, 1.702 for the quick GELU. clamp: the most of the gate, and of up on both sides of 0.
+    """
+
+    slope: float = 1.0
+    clamp: float | None = None
+    offset: float = 0.0
+
+    def halves(self, gate_up: Tensor, bias: Tensor | None, experts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return gate and up [R, F] with their biases, before they are cut off, in fp32 or wider."""
+        wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
+        if bias is not None:
+            assert experts is not None
+            wide = wide + _of_rows(bias.to(wide.dtype).flatten(1), experts)
+        gate, up = wide.chunk(2, dim=-1)
+        return gate, up
+
+    def cut(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both within the clamp."""
+        if self.clamp is None:
+            return gate, up
+        return gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+
+
+def expert_of_rows(offsets: Tensor, rows: int) -> Tensor:
+    """Return the expert of each row [R] int64, from the ends of the experts' rows [e]; e for rows behind the last."""
+    return torch.searchsorted(offsets, torch.arange(rows, dtype=offsets.dtype, device=offsets.device), right=True)
+
+
+def _of_rows(values: Tensor, experts: Tensor) -> Tensor:
+    return values.index_select(0, experts.clamp(max=len(values) - 1))
+
+
+def _sums_by_expert(rows: Tensor, experts: Tensor, count: int) -> Tensor:
+    """Return [e, N], the sums of each expert's rows [R, N]. What is behind the last expert's may be anything."""
+    return rows.new_zeros(count + 1, rows.shape[1]).index_add_(0, experts, rows)[:count]
+
+
+class _WeightedGLU(Function):
+    """A gated activation as a function that saves its inputs alone; all arithmetic is in fp32 or wider."""
+
+    @staticmethod
+    @unaffected_by_autocast
+    @mixes_dtypes("rows in the model's dtype are activated in fp32, and rounded once")
+    def forward(
+        ctx: AutogradContext,
+        gate_up: Tensor,
+        probs: Tensor,
+        bias: Tensor | None,
+        experts: Tensor | None,
+        kind: GatedActivation,
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up, probs, bias, experts)
+        ctx.kind = kind
+        gate, up = kind.cut(*kind.halves(gate_up, bias, experts))
+        activated = gate * torch.sigmoid(kind.slope * gate) * (up + kind.offset)
+        return (activated * probs.unsqueeze(-1)).to(gate_up.dtype)
+
+    @staticmethod
+    @unaffected_by_autocast
+    @mixes_dtypes("rows in the model's dtype are multiplied in fp32, and rounded once as they are written")
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        gate_up, probs, bias, experts = ctx.saved_tensors
+        kind: GatedActivation = ctx.kind
+        whole_gate, whole_up = kind.halves(gate_up, bias, experts)
+        gate, up = kind.cut(whole_gate, whole_up)
+        sigmoid = torch.sigmoid(kind.slope * gate)
+        grad = grad.to(gate.dtype)
+        of_activated = grad * gate * sigmoid
+        grad_probs = (of_activated * (up + kind.offset)).sum(-1).to(probs.dtype)
+        weighted = grad * probs.unsqueeze(-1)
+        # d g s(a g) / dg = s + a g s (1 - s)
+        grad_gate = weighted * (up + kind.offset) * sigmoid * (1 + kind.slope * gate * (1 - sigmoid))
+        grad_up = of_activated * probs.unsqueeze(-1)
+        if kind.clamp is not None:
+            grad_gate = grad_gate.masked_fill(whole_gate > kind.clamp, 0.0)
+            grad_up = grad_up.masked_fill(whole_up.abs() > kind.clamp, 0.0)
+        both = torch.cat((grad_gate, grad_up), dim=-1)
+        grad_bias = None
+        if bias is not None:
+            grad_bias = _sums_by_expert(both, experts, len(bias)).view(bias.shape).to(bias.dtype)
+        return both.to(gate_up.dtype), grad_probs, grad_bias, None, None
+
+
+def weighted_glu(
+    gate_up: Tensor, probs: Tensor, bias: Tensor | None, experts: Tensor | None, kind: GatedActivation
+) -> Tensor:
+    """Return activation(gate) * (up + offset) * prob for each row, as `weighted_swiglu`.
+
+    Args:
+        gate_up: [R, 2F], gate first. probs: [R] fp32 or wider.
+        bias: [e, 2, F], added to each expert's rows; None: none. experts: see `expert_of_rows`; None without a bias.
+    """
+    return _WeightedGLU.apply(gate_up, probs, bias, experts, kind)
+
+
+class _WeightedBias(Function):
+    """The second product's bias times each row's weight, added in fp32 to this rank's columns."""
+
+    @staticmethod
+    @unaffected_by_autocast
+    @mixes_dtypes("rows in the model's dtype get a bias in fp32, and are rounded once")
+    def forward(
+        ctx: AutogradContext, output: Tensor, probs: Tensor, bias: Tensor, experts: Tensor, columns: slice
+    ) -> Tensor:
+        ctx.save_for_backward(probs, bias, experts)
+        ctx.columns = columns
+        output = output.clone()
+        own = output[:, columns]
+        own.copy_(own.to(probs.dtype) + _of_rows(bias.to(probs.dtype), experts) * probs.unsqueeze(-1))
+        return output
+
+    @staticmethod
+    @unaffected_by_autocast
+    @mixes_dtypes("gradients in the model's dtype are weighed and added up in fp32")
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        probs, bias, experts = ctx.saved_tensors
+        own = grad[:, ctx.columns].to(probs.dtype)
+        grad_probs = (own * _of_rows(bias.to(probs.dtype), experts)).sum(-1)
+        grad_bias = _sums_by_expert(own * probs.unsqueeze(-1), experts, len(bias)).to(bias.dtype)
+        return grad, grad_probs, grad_bias, None, None
+
+
+def with_weighted_bias(output: Tensor, probs: Tensor, bias: Tensor, experts: Tensor, columns: slice) -> Tensor:
+    """Return output [R, H] plus bias [e, columns of H] of each row's expert, times its weight, in these columns."""
+    return _WeightedBias.apply(output, probs, bias, experts, columns)
+
+
 Normal = Callable[[str, tuple[int, ...], float], Tensor]
 """(name, shape, standard deviation) -> fp32 tensor that is a function of these and the run's seed; for any thread."""
 
@@ -138,6 +273,8 @@ class LocalExperts(DeepcopyKeepsGroups, MegatronModule, ABC):
     @abstractmethod
     def forward(self, expert_input: ExpertInput, later: DelayedWgrad | None = None) -> Tensor:
         """Return down(prob * silu(gate) * up) for rows [R, H]: [R, H] in the same dtype, partial over ETP ranks.
+
+        Or with what the options have in place of SiLU; with biases, that of the second product times the weight too.
 
         later: takes over the weights' gradients, where `--delay-wgrad-compute` asks for it; only grouped_mm's experts
         are given one.
@@ -179,6 +316,8 @@ class GroupedExperts(LocalExperts):
     Parameters, in the model's dtype:
         weight1: [e, 2, F/ETP, H], gate and up projections.
         weight2: [e, H, F/ETP], down projections.
+        bias1, bias2: [e, 2, F/ETP] and [e, H/ETP], where linear layers have biases, else None. The ETP ranks' results
+            are added up, so that each adds the second bias to other columns.
 
     Args:
         config: the engine's TransformerConfig.
@@ -209,6 +348,18 @@ class GroupedExperts(LocalExperts):
         e, width, hidden = self.num_local_experts, self.local_ffn_size, self.options.hidden_size
         self.weight1 = mark_expert_parameter(_empty(e, 2, width, hidden, dtype=config.params_dtype), partition_dim=2)
         self.weight2 = mark_expert_parameter(_empty(e, hidden, width, dtype=config.params_dtype), partition_dim=2)
+        self.bias1: torch.nn.Parameter | None = None
+        self.bias2: torch.nn.Parameter | None = None
+        share = hidden // groups.etp_size
+        self.own_columns = slice(groups.etp_rank * share, (groups.etp_rank + 1) * share)
+        if options.biases:
+            self.bias1 = mark_expert_parameter(_empty(e, 2, width, dtype=config.params_dtype), partition_dim=2)
+            self.bias2 = mark_expert_parameter(_empty(e, share, dtype=config.params_dtype), partition_dim=1)
+            for bias in (self.bias1, self.bias2):
+                torch.nn.init.zeros_(bias)
+        kind = GatedActivation(1.702 if options.quick_gelu else 1.0, options.activation_clamp, options.linear_offset)
+        self.activation = None if kind == GatedActivation() and not options.biases else kind
+        """None: plain SwiGLU, which has kernels."""
         self._require_whole_rows()
         if config.perform_initialization:
             config.init_method(self.weight1)
@@ -223,9 +374,15 @@ class GroupedExperts(LocalExperts):
         if self.offsets_on_host:
             offsets = offsets.cpu() if expert_input.host_offsets is None else expert_input.host_offsets()
         gate_up = gate_up_linear(rows, self.weight1, offsets)
-        return self.activate_into(
-            weighted_swiglu, lambda hidden: down_linear(hidden, self.weight2, offsets), gate_up, probs
-        )
+        activate, kind, experts = weighted_swiglu, self.activation, None
+        if self.bias1 is not None:
+            experts = expert_of_rows(expert_input.offsets, rows.shape[0])
+        if kind is not None:
+            activate = lambda gate_up, probs: weighted_glu(gate_up, probs, self.bias1, experts, kind)  # noqa: E731
+        output = self.activate_into(activate, lambda hidden: down_linear(hidden, self.weight2, offsets), gate_up, probs)
+        if self.bias2 is None or experts is None:
+            return output
+        return with_weighted_bias(output, probs, self.bias2, experts, self.own_columns)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
@@ -249,21 +406,23 @@ class GroupedExperts(LocalExperts):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """Return this rank's block of the global tensors [E, 2, F, H] and [E, H, F], split by expert and by width."""
+        """Return this rank's block of the global tensors [E, 2, F, H] and [E, H, F], split by expert and by width.
+
+        And of biases [E, 2, F] and [E, H].
+        """
         groups, layer_axes = self.groups, len(sharded_offsets)
         expert_axis = (layer_axes, groups.ep_rank, groups.ep_size)
-        width_axis = (layer_axes + 2, groups.etp_rank, groups.etp_size)
         return {
             f"{prefix}{name}": ShardedTensor.from_rank_offsets(
                 f"{prefix}{name}",
                 weight,
                 *sharded_offsets,
                 expert_axis,
-                width_axis,
+                (layer_axes + weight.partition_dim, groups.etp_rank, groups.etp_size),
                 replica_id=(0, 0, groups.expert_dp.rank()),
                 prepend_axis_num=layer_axes,
             )
-            for name, weight in (("weight1", self.weight1), ("weight2", self.weight2))
+            for name, weight in self.named_parameters(recurse=False)
         }
 
 

@@ -67,6 +67,10 @@ class MoEOptions:
     backend: str
     fp8_format: str | None
     fuse_weight_gradients: bool | None
+    biases: bool
+    quick_gelu: bool
+    activation_clamp: float | None
+    linear_offset: float
     recompute: bool
     recompute_activation: bool
     recompute_shared_experts: bool
@@ -93,6 +97,10 @@ class MoEOptions:
             per_token_loss=run.optimizer.calculate_per_token_loss,
             fp8_format=run.derived.fp8_format_of_experts,
             fuse_weight_gradients=run.precision.gradient_accumulation_fusion,
+            biases=run.model.add_bias_linear,
+            quick_gelu=run.model.quick_geglu,
+            activation_clamp=run.model.activation_func_clamp_value,
+            linear_offset=run.model.glu_linear_offset,
             delay_wgrad=moe.delay_wgrad_compute,
             in_steps=moe.overlap_moe_expert_parallel_comm,
         )
@@ -135,6 +143,10 @@ class MoEOptions:
             per_token_loss=config.calculate_per_token_loss,
             fp8_format=getattr(config, "fp8_format", None),
             fuse_weight_gradients=config.gradient_accumulation_fusion,
+            biases=config.add_bias_linear,
+            quick_gelu=getattr(config.activation_func, "__name__", "") == "quick_gelu",  # its own or ours
+            activation_clamp=config.activation_func_clamp_value,
+            linear_offset=config.glu_linear_offset,
         )
 
 

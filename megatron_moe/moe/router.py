@@ -52,8 +52,8 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
     on the device, in memory that stays where it is, so that a captured graph adds at each replay; the limit of `step`
     is checked on the host, by `count_replay`. Observers are not called by a replay.
 
-    The weight is [E, H] in the model's dtype; the gate's product and everything after it is in fp32 (or fp64).
-    Under sequence parallelism each TP rank routes its own tokens, and the engine sums the weight's gradients.
+    The weight is [E, H], and a bias of the logits [E], in the model's dtype; the gate's product and everything after it
+    is in fp32 (or fp64). Under sequence parallelism each TP rank routes its own tokens, and the engine sums gradients.
 
     Used alone or inside megatron-core's own MoE layer (`MoESubmodules(router=TopKRouter)`), `forward` follows the
     engine's protocol. Our MoE layer calls `route`, which needs no dense map. Both pass through the module's hooks.
@@ -90,6 +90,10 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
         )
         # Each TP rank sees its own part of the sequence, so the weight's gradient is a sum over TP ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.bias: torch.nn.Parameter | None = None
+        if options.biases:
+            self.bias = torch.nn.Parameter(torch.zeros(options.num_experts, dtype=config.params_dtype))
+            self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         if config.perform_initialization:
             config.init_method(self.weight)
         zeros = torch.zeros(options.num_experts, dtype=torch.float32)
@@ -151,7 +155,13 @@ class TopKRouter(Fp32State, DeepcopyKeepsGroups, MegatronModule):
     def gate(self, hidden: Tensor) -> Tensor:
         """Return the router logits [T, E] in the router's dtype, from [T, H] in the model's."""
         fused = self.options.fuse_weight_gradients is not False
-        return gate_product(hidden, self.weight, self.options.router_dtype, fused)
+        logits = gate_product(hidden, self.weight, self.options.router_dtype, fused)
+        return logits if self.bias is None else logits + self.bias.to(logits.dtype)
+
+    def logits_in_fp64(self, hidden: Tensor) -> Tensor:
+        """Return the logits [T, E] of hidden [T, H] in fp64, by which `gate` is judged."""
+        bias = None if self.bias is None else self.bias.double()
+        return torch.nn.functional.linear(hidden.double(), self.weight.double(), bias)
 
     def choice(self) -> Choice:
         """Return what chooses experts, as a function even where a kernel does."""

@@ -7,7 +7,6 @@ this rank; `megatron_moe/training/callbacks/reporting.py` combines the ranks aft
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_moe.moe.load_balance import dispatched_counts
@@ -99,7 +98,7 @@ def evenly(number: int, wanted: int, device: torch.device) -> Tensor:
 def flipped(router: TopKRouter, hidden: Tensor, expert_ids: Tensor) -> Tensor:
     """Return [T] fp64, 1 where a router in fp64 chooses other experts than `expert_ids` [T, K] for `hidden` [T, H]."""
     bias = None if router.expert_bias is None else router.expert_bias.double()
-    logits = F.linear(hidden.double(), router.weight.double())
+    logits = router.logits_in_fp64(hidden)
     ranked = ranked_values(logits, scores_from_logits(logits, router.options), router.options)
     shadow = choose_experts(ranked, bias, router.options)
     return (shadow.sort(dim=-1).values != expert_ids.sort(dim=-1).values).any(dim=-1).double()

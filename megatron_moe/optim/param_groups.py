@@ -31,10 +31,13 @@ from megatron_moe.model.initialize import global_name
 def overrides(run: Run, model: Sequence[torch.nn.Module]) -> dict[ParamKey, Any] | None:
     """Return the engine's overrides for the wrapped chunks; None, its own, where no flag sets parameters apart.
 
+    Its rule leaves biases and vectors undecayed. It would take the stacked biases of experts for matrices.
+
     `lr_mult`, `wd_mult` and `is_decoupled_lr` are also among the entries that identify a group to the engine.
     """
     settings = module_names.group_settings(run)
-    if not settings:
+    biased_experts = run.model.add_bias_linear and run.moe.num_experts is not None
+    if not settings and not biased_experts:
         return None
     standard = get_standard_config_overrides(OptimizerConfig())
     not_decayed = [key for key, values in standard.items() if values.get("wd_mult") == 0.0]
@@ -44,8 +47,9 @@ def overrides(run: Run, model: Sequence[torch.nn.Module]) -> dict[ParamKey, Any]
         for name, parameter in inner.named_parameters():
             own = settings.get(global_name(inner, name), GroupSettings())
             decay = own.weight_decay_mult
-            if decay is None:  # the engine's own rule leaves biases and vectors out
-                decay = 0.0 if any(key.matches(parameter, name) for key in not_decayed) else 1.0
+            if decay is None:
+                is_bias = name.endswith((".experts.bias1", ".experts.bias2"))
+                decay = 0.0 if is_bias or any(key.matches(parameter, name) for key in not_decayed) else 1.0
             changed: dict[str, Any] = {}
             if own.lr_mult != 1.0:
                 changed["lr_mult"] = own.lr_mult

@@ -99,9 +99,17 @@ class EngineConfig(Protocol):
     hidden_size: int
     ffn_hidden_size: int
     num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
     layernorm_epsilon: float
     attention_dropout: float
     gated_linear_unit: bool
+    activation_func: Callable[[Tensor], Tensor]
+    activation_func_clamp_value: float | None
+    glu_linear_offset: float
+    softmax_type: str
+    window_size: tuple[int, int] | None
+    window_attn_skip_freq: Sequence[int]
     add_bias_linear: bool
     qk_layernorm: bool
     multi_latent_attention: bool
@@ -128,15 +136,6 @@ class EngineConfig(Protocol):
     qk_head_dim: int
     qk_pos_emb_head_dim: int
     v_head_dim: int
-    rope_type: str
-    rotary_base: float
-    rotary_percent: float
-    rotary_scaling_factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
     # mixture of experts
     num_moe_experts: int
     moe_ffn_hidden_size: int | None

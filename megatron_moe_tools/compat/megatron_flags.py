@@ -23,6 +23,10 @@ _LAUNCHERS_SPELLINGS = {"--local_rank": "--local-rank"}
 """DeepSpeed's launcher, and torch's before torchrun, put such a flag into each rank's command."""
 
 
+_READS = {"--use-rope-scaling": ("--rope-scaling-factor", "8.0")}
+"""Switch -> the flag whose value is the {} of its target, and that flag's default."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """A row of the table.
@@ -123,6 +127,7 @@ def translate(argv: Sequence[str], own: Collection[str]) -> Translation:
     kept: dict[str, list[str]] = {}
     always: dict[str, None] = {}
     ignored: dict[str, list[str]] = {}
+    typed_values = dict(map(parts, groups(argv)))
     for group in groups(argv):
         flag, given = parts(group)
         row = row_for(_LAUNCHERS_SPELLINGS.get(flag, flag), given)
@@ -138,14 +143,19 @@ def translate(argv: Sequence[str], own: Collection[str]) -> Translation:
             found.problems.append(f"{typed}: {row.reason}")
         elif (row.takes == "+" and not given) or (row.takes.isdigit() and int(row.takes) != len(given)):
             found.problems.append(f"{typed}: takes {row.takes} values, and {len(given)} follow it")
+        elif row.flag in _READS and "--multi-latent-attention" in typed_values:
+            ignored.setdefault("latent attention reads --rope-type in its place", []).append(typed)
         elif row.answer == "alias":
+            if row.flag in _READS:
+                other, default = _READS[row.flag]
+                given = typed_values.get(other, [default])
             words = row.in_place(given)
             found.argv += words
             found.notes.append(f"{typed} is {' '.join(words)} here: {row.reason}")
             replaced.append((typed, words))
         elif row.answer == "always":
             always[typed] = None
-        else:
+        elif not any(flag == other and switch in typed_values for switch, (other, _) in _READS.items()):
             ignored.setdefault(row.reason, []).append(typed)
     for typed, words in replaced:
         for flag, given in map(parts, groups(words)):

@@ -17,8 +17,7 @@ import yaml
 
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.model_flags import NO_LOSSES, QUANTILE, SHARDING_STRATEGIES
-from megatron_moe.config.rules.model import YARN_FIELDS
+from megatron_moe.config.model_flags import NO_LOSSES, QUANTILE, ROPE_SETTINGS, SHARDING_STRATEGIES
 from megatron_moe.config.rules.rule import UNREAD, Unread, set_among, spelled
 from megatron_moe.config.rules.training import NOT_KEPT
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS
@@ -58,6 +57,7 @@ RUNS: dict[str, Callable[[Given], bool]] = {
     "always": lambda given: True,
     "a dense model": lambda given: not _experts(given),
     "experts": _experts,
+    "experts without --quick-geglu": lambda given: _experts(given) and not _read(given, "quick_geglu"),
     "bf16, fp16": _half_precision,
     "experts in bf16, fp16": lambda given: _experts(given) and _half_precision(given),
     "fp16": lambda given: bool(_read(given, "fp16")),
@@ -260,12 +260,6 @@ _FINDERS: list[Find] = [
         "left out, FP8 products find the gradients of rows and weights together; the numbers are the same",
     ),
     _leaves_out(
-        ["use_rope_scaling"],
-        lambda run: run.model.multi_latent_attention,
-        "left out, latent attention does not read it; its positions are scaled by --rope-type yarn",
-        ["rope_type"],
-    ),
-    _leaves_out(
         TIKTOKEN_FIELDS,
         lambda run: run.data.tokenizer_type != "TikTokenizer",
         "left out, TikTokenizer alone reads it",
@@ -316,16 +310,18 @@ def yarn_of_latent_attention(run: Run, given: Given) -> Change | None:
 
     At factor 1 yarn is the plain rotation, whatever its other settings say.
     """
-    names = set_among(run, YARN_FIELDS)
-    if not names or run.model.rope_type == "yarn":
+    read = ROPE_SETTINGS.get(run.model.rope_type, ())
+    there = (name for name in ROPE_SETTINGS["yarn"] if name != "attention_factor")
+    names = [name for name in set_among(run, there) if name not in read]
+    if not names:
         return None
+    if given.get("rope_type") is not None:
+        return _left_out(names), f"{_typed(run, names)}: LEFT OUT, {_typed(run, ['rope_type'])} does not read it"
     if not run.model.multi_latent_attention:
         return _left_out(names), (
-            f"{_typed(run, names)}: LEFT OUT, positions are rotated plainly: latent attention alone reads it, in"
-            " Megatron-LM too"
+            f"{_typed(run, names)}: LEFT OUT, positions are rotated plainly: Megatron-LM reads it in latent attention"
+            " alone; here --rope-type yarn does"
         )
-    if given.get("rope_type") is not None:
-        return _left_out(names), f"{_typed(run, names)}: LEFT OUT, --rope-type rope rotates plainly; yarn reads it"
     if "rotary_scaling_factor" in names:
         return {"rope_type": "yarn"}, (
             f"{_typed(run, names)}: --rope-type yarn is TAKEN, which is Megatron-LM's default for latent attention;"

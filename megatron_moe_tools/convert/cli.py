@@ -8,11 +8,12 @@ import importlib.util
 import os
 import re
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_moe.checkpoint import folder
+from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.cli import add_flags
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
@@ -25,17 +26,25 @@ from megatron_moe.io.files import free_bytes, require_writable
 from megatron_moe.io.program import note, run_program
 from megatron_moe.io.texts import size_text
 from megatron_moe_tools import compat
-from megatron_moe_tools.models.source import locate
+from megatron_moe_tools.models.source import locate, tokenizer_of_model
 
 NAME = "megatron-moe convert"
 
 if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
     from megatron_moe_tools.convert.parity import Parity
-    from megatron_moe_tools.convert.pipeline import ConversionSink
+    from megatron_moe_tools.convert.pipeline import ConversionOptions, ConversionSink, ConversionSource
+    from megatron_moe_tools.convert.remade import RemadeSource
     from megatron_moe_tools.convert.workspace import Workspace
 
 DONE, NOT_VERIFIED = 0, 1
 FORMATS = ("hf", "native", "megatron")
+PACKED = ("fp8", "mxfp4")
+"""Formats of fewer bits, in which folders of Hugging Face are written."""
+_UPCYCLING = ("moe_upcycling_granularity", "upcycle_router", "upcycle_noise", "seed")
+_CHANGES = ("prune", "merge", "reinit")
+"""What is done to experts; the first words of flags."""
+_OF_MODEL = ("mtp_num_layers", "init_method_std")
+"""Settings of the model besides its experts' that upcycling takes."""
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -62,9 +71,9 @@ def parser() -> argparse.ArgumentParser:
                    "framework or Megatron-LM's (--ckpt-format torch_dist or torch)")  # fmt: skip
     p.add_argument("--ckpt-step", type=int, metavar="N", help="which step of a folder of checkpoints (default: newest)")
     p.add_argument("--save", required=True, metavar="DIR", help="the output: a folder that is empty or not there yet")
-    p.add_argument("--dtype", choices=("bf16", "fp16", "fp32", "fp8"), help="cast weights; expert_bias stays fp32. "
-                   "fp8, to hf: linear layers in e4m3 with a scale per 128 x 128 block, as DeepSeek publishes them, "
-                   "the rest in bf16. Default: the source's")  # fmt: skip
+    p.add_argument("--dtype", choices=("bf16", "fp16", "fp32", *PACKED), help="cast weights; expert_bias stays "
+                   "fp32. fp8, to hf: linear layers in e4m3 with a scale per 128 x 128 block, as DeepSeek publishes "
+                   "them; mxfp4: gpt-oss' experts as published; the rest in bf16. Default: the source's")  # fmt: skip
     p.add_argument("--dry-run", action="store_true", help="say what would be written and stop")
     p.add_argument("--verify", action="store_true", help="compute the logits of both sides in fp32, ours and "
                    "transformers', and publish only if they agree; takes memory for the model")  # fmt: skip
@@ -87,6 +96,27 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--expert-model-parallel-size", type=int, metavar="N", help="to megatron, with the optimizer: the "
                    "ranks that experts are spread over there")  # fmt: skip
     p.add_argument("--no-tokenizer", action="store_true", help="native to hf: write no tokenizer")
+    up = p.add_argument_group("upcycling", "to native, of a dense model; flags of the model, such as --num-experts 8, "
+                              "--moe-router-topk 2 and --mtp-num-layers 1, say what it becomes")  # fmt: skip
+    up.add_argument("--upcycle", action="store_true", help="make experts of the MLPs; the logits stay the dense "
+                    "model's to 1e-5 in fp32, which is computed and certified; weights alone")  # fmt: skip
+    up.add_argument("--moe-upcycling-granularity", type=int, metavar="G", help="cut each MLP into G parts, one for an "
+                    "expert; default: by --moe-ffn-hidden-size, else 1")  # fmt: skip
+    up.add_argument("--upcycle-router", choices=("random", "zeros"), help="rows of the router: drawn with "
+                    "--init-method-std, the same for the parts of a copy (default), or zeros")  # fmt: skip
+    up.add_argument("--upcycle-noise", type=float, metavar="X", help="add normal noise to each expert's matrices, X "
+                    "times their root mean square; the difference of the logits is measured")  # fmt: skip
+    ex = p.add_argument_group("experts", "to native, of a mixture of experts: fewer or new ones by the load measured "
+                              "on tokens, and the loss on them before and after; weights alone")  # fmt: skip
+    ex.add_argument("--prune-experts", type=int, metavar="N", help="keep each layer's N most loaded experts")
+    ex.add_argument("--merge-experts", type=int, metavar="N", help="add each other expert to the one of these N that "
+                    "it is most like, weighted by load")  # fmt: skip
+    ex.add_argument("--reinit-experts", type=float, metavar="X", help="draw anew the experts whose load is below X "
+                    "times an even share")  # fmt: skip
+    ex.add_argument("--tokens", metavar="FILE", help="safetensors with input_ids [B, S], which the load is measured on")
+    ex.add_argument("--text-file", dest="texts", action="append", type=lambda path: (path, ""), metavar="FILE",
+                    help="a UTF-8 text in place of --tokens; repeatable")  # fmt: skip
+    p.add_argument("--seed", type=int, metavar="N", help="--upcycle, --reinit-experts: of what is drawn; default 1234")
     p.add_argument("--certificate", metavar="FILE", help="write the certificate here too; it is always in --save")
     add_flags(p.add_argument_group("tokenizer", "native to hf: by default the checkpoint's own"), TOKENIZER_FIELDS)
     return p
@@ -128,6 +158,11 @@ def run(argv: list[str]) -> int:
         from megatron_moe_tools.convert.parity import require_memory_to_verify
 
         require_memory_to_verify(locate(load, args.ckpt_step, args.family), args.verify_layers)
+    from megatron_moe_tools.convert.remade import RemadeSource
+
+    remade = sink.source if isinstance(sink.source, RemadeSource) else None
+    if remade is not None:
+        remade.require_memory(args.verify_layers)
     for line in (*sink.source.notes, *sink.source.warnings):
         note(line)
     if args.dry_run:
@@ -148,7 +183,9 @@ def run(argv: list[str]) -> int:
     with workspace.open():
         try:
             content = convert(sink, workspace)
-            if args.verify:
+            if remade is not None:
+                content["verification"] = remade.compared(workspace.output, args.verify_layers)
+            elif args.verify:
                 content["verification"] = _parity(args, workspace.output).as_dict()
             return _publish(args, workspace, content)
         except Exception as error:
@@ -177,7 +214,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--ema: is for --from native --to native and --to hf, and a step's own average")
     if args.ema and verifies:
         raise ConfigError("--ema: --verify compares with the step's weights, which are others; drop one of the two")
-    if (verifies or args.verify_layers is not None) and "hf" not in way:
+    _check_remaking(args, way)
+    if (verifies or args.verify_layers is not None) and "hf" not in way and args.remade is None:
         raise ConfigError("--verify: compares with a Hugging Face folder; hashes of checkpoints are compared anyway")
     if args.transformer_impl is not None and args.target != "megatron":
         raise ConfigError(f"--transformer-impl {args.transformer_impl}: is for --to megatron")
@@ -188,7 +226,7 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.drop_mtp and "megatron" in way:
         raise ConfigError("--drop-mtp: is for folders of Hugging Face; from and to megatron nothing is left out")
-    if args.verify_layers is not None and not verifies:
+    if args.verify_layers is not None and not (verifies or args.upcycle):
         raise ConfigError(f"--verify-layers {args.verify_layers}: says how much is verified; add --verify")
     if args.verify_layers is not None and args.verify_layers < 1:
         raise ConfigError(f"--verify-layers {args.verify_layers}: must be at least 1")
@@ -196,10 +234,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"{ALLOW}: is for --from hf and megatron, and for --verify; drop it")
     if args.family is not None and args.target != "hf":
         raise ConfigError(f"--family {args.family}: is for --to hf; a folder's config.json says what it is")
-    if args.dtype == "fp8" and args.target != "hf":
-        raise ConfigError("--dtype fp8: is for --to hf; a checkpoint here has its weights in bf16, fp16 or fp32")
-    if args.dtype == "fp8" and args.verify:
-        raise ConfigError("--dtype fp8, --verify: fp8 rounds the weights, and --verify asks for equal logits; drop one")
+    packed = f"--dtype {args.dtype}"
+    if args.dtype in PACKED and args.target != "hf":
+        raise ConfigError(f"{packed}: is for --to hf; a checkpoint here has its weights in bf16, fp16 or fp32")
+    if args.dtype in PACKED and args.verify:
+        raise ConfigError(f"{packed}, --verify: it rounds the weights, and --verify asks for equal logits; drop one")
     tokenizers = [name for name in ("no_tokenizer", *TOKENIZER_FIELDS) if getattr(args, name)]
     if tokenizers and way != ("native", "hf"):
         raise ConfigError(f"--{tokenizers[0].replace('_', '-')}: is for --from native --to hf")
@@ -233,12 +272,65 @@ def _check(args: argparse.Namespace) -> None:
         require_free(save, load)
 
 
+def _check_remaking(args: argparse.Namespace, way: tuple[str, str]) -> None:
+    """Check the flags that make another model of one; sets `args.remade` to the flag that does, or None."""
+    given = {"--upcycle": args.upcycle or None}
+    for kind in _CHANGES:
+        given[f"--{kind}-experts"] = getattr(args, f"{kind}_experts")
+    flags = [flag for flag, value in given.items() if value is not None]
+    args.remade = flag = flags[0] if flags else None
+    if len(flags) > 1:
+        raise ConfigError(f"{' and '.join(flags)}: each makes another model; do one after the other")
+    others = {"--upcycle": _UPCYCLING[:-1], "--prune-experts, --merge-experts or --reinit-experts": ("tokens", "texts")}
+    for needed, names in (*others.items(), ("--upcycle or --reinit-experts", ("seed",))):
+        for name in names:
+            if getattr(args, name) is not None and (flag is None or flag not in needed):
+                shown = "text-file" if name == "texts" else name.replace("_", "-")
+                raise ConfigError(f"--{shown}: is for {needed}, which is not there; drop it")
+    if flag is None:
+        return
+    if way[0] == "megatron" or way[1] != "native":
+        raise ConfigError(
+            f"{flag}: is for --from native or hf, --to native; from {way[0]} to {way[1]} is done in two steps, the "
+            "other one without it"
+        )
+    if args.average_steps is not None or args.ema:
+        other = "--ema" if args.ema else "--average-steps"
+        raise ConfigError(f"{flag}: the new model is compared with one step; convert with {other} first")
+    if args.verify or args.verify_only:
+        raise ConfigError(f"{flag}, --verify: both models are compared anyway; leave --verify out")
+    for name, least in (("moe_upcycling_granularity", 1), ("upcycle_noise", 0), ("seed", 0)):
+        value = getattr(args, name)
+        if value is not None and not (least <= value < float("inf")):
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: has to be at least {least}, and finite")
+    model = locate(Path(args.load), args.ckpt_step)
+    there = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[model.dtype]
+    if args.dtype not in (None, "fp32", there):
+        raise ConfigError(
+            f"{flag}, --dtype {args.dtype}: rounds the weights, which are {there}, and the two models could not be "
+            f"compared; convert the result with --dtype {args.dtype}"
+        )
+    args.sequences = None
+    if flag == "--upcycle":
+        return
+    if args.verify_layers is not None:
+        raise ConfigError(f"{flag}, --verify-layers {args.verify_layers}: the loss is that of all layers; drop it")
+    if (args.tokens is None) == (args.texts is None):
+        raise ConfigError(f"{flag}: needs the tokens that the load is measured on: either --tokens or --text-file")
+    from megatron_moe_tools.models.sequences import sequences_of_file, sequences_of_texts
+
+    if args.tokens is not None:
+        args.sequences = sequences_of_file(args.tokens, model)
+    else:
+        args.sequences = sequences_of_texts(args.texts, model, tokenizer_of_model(model))
+
+
 def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     """Return the settings of the model on the command line, by field: they go before those of a checkpoint."""
     from megatron_moe.config.fields import all_fields
 
-    if words and (args.origin, args.target) != ("megatron", "native"):
-        raise ConfigError(f"unexpected argument {words[0]!r}: flags of the model are for --from megatron")
+    if words and (args.origin, args.target) != ("megatron", "native") and not args.upcycle:
+        raise ConfigError(f"unexpected argument {words[0]!r}: flags of the model are for --from megatron and --upcycle")
     given: dict[str, Any] = {}
     if words:
         compat.parse(words, filled_in=lambda settings: given.update(settings) or settings)
@@ -249,6 +341,14 @@ def _given(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
             others.append(fields[name].typed(value))
     if others:
         raise ConfigError(f"{', '.join(others)}: is no setting of the model, which a conversion is about; drop it")
+    for name, value in given.items():
+        of_experts = fields[name].section == "moe" and name in architecture_keys()
+        if args.upcycle and not (of_experts or name in _OF_MODEL):
+            raise ConfigError(
+                f"--upcycle, {fields[name].typed(value)}: the settings of the experts, "
+                f"{' and '.join(fields[other].flag for other in _OF_MODEL)} can be given, and the rest is the dense "
+                "model's; balancing and precision are flags of the training"
+            )
     return given
 
 
@@ -272,12 +372,14 @@ def _planned(args: argparse.Namespace) -> ConversionSink:
     from megatron_moe_tools.convert.native import AveragedSource, NativeSink, NativeSource
     from megatron_moe_tools.convert.pipeline import ConversionOptions
 
-    args.fp8 = args.dtype == "fp8"
-    args.dtype = certificate.DTYPES.get("bf16" if args.fp8 else args.dtype)
+    args.fp8, args.mxfp4 = args.dtype == "fp8", args.dtype == "mxfp4"
+    args.dtype = certificate.DTYPES.get("bf16" if args.dtype in PACKED else args.dtype)
     options = ConversionOptions(**{field.name: getattr(args, field.name) for field in fields(ConversionOptions)})
     load = Path(args.load)
     if args.origin == "megatron":
         return NativeSink(MegatronSource(open_checkpoint(load, args.ckpt_step), options, args.given))
+    if args.remade is not None:
+        return NativeSink(_remade(args, replace(options, no_optim=True)))
     if args.origin == "hf":
         return NativeSink(HuggingFaceSource(HFFolder.open(load), options))
     if args.average_steps is not None:
@@ -290,6 +392,27 @@ def _planned(args: argparse.Namespace) -> ConversionSink:
         impl = args.transformer_impl or "transformer_engine"
         return MegatronSink(native, model, impl, args.expert_model_parallel_size)
     return NativeSink(native)
+
+
+def _remade(args: argparse.Namespace, options: ConversionOptions) -> RemadeSource:
+    """Return the source that makes another model of the one in --load."""
+    from megatron_moe_tools.convert.expert_changes import ChangedExperts, ExpertChange
+    from megatron_moe_tools.convert.hugging_face import HuggingFaceSource
+    from megatron_moe_tools.convert.native import NativeSource
+    from megatron_moe_tools.convert.upcycle_plan import UpcycleFlags
+    from megatron_moe_tools.convert.upcycling import UpcycledSource
+
+    model = locate(Path(args.load), args.ckpt_step)
+    of: ConversionSource
+    if args.origin == "hf":
+        of = HuggingFaceSource(HFFolder.open(model.path), options)
+    else:
+        of = NativeSource(model.path, options, model.notes)
+    if args.upcycle:
+        return UpcycledSource(of, model.run, args.given, UpcycleFlags(*(getattr(args, name) for name in _UPCYCLING)))
+    kind = next(kind for kind in _CHANGES if getattr(args, f"{kind}_experts") is not None)
+    change = ExpertChange(kind, getattr(args, f"{kind}_experts"), *() if args.seed is None else (args.seed,))
+    return ChangedExperts(of, model, change, args.sequences)
 
 
 def _publish(args: argparse.Namespace, workspace: Workspace, content: dict[str, Any]) -> int:

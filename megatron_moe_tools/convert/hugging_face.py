@@ -20,12 +20,12 @@ from megatron_moe.config.schema import build, flatten, replace
 from megatron_moe.data.hugging_face_folder import SETTINGS
 from megatron_moe.data.transformers_files import json_bytes
 from megatron_moe.hf import folder as hf_folder
-from megatron_moe.hf.config import config_of, differences, settings, settings_of, with_positions
+from megatron_moe.hf.config import config_of, differences, settings, settings_of, with_positions, with_rotation
 from megatron_moe.hf.family import DEEPSEEK
 from megatron_moe.hf.folder import BLOCK, HFFolder
 from megatron_moe.hf.mapping import MappedBlock, mapping, require_tensors
 from megatron_moe.hf.safetensors_file import StreamedFile, bytes_of, parse_object, read_small
-from megatron_moe.hf.tensors import TensorReader, dtype_name, sha256, write_tensor
+from megatron_moe.hf.tensors import FP4_VALUES, TensorReader, dtype_name, sha256, write_tensor
 from megatron_moe.hf.transforms import Shape, Vocabulary
 from megatron_moe.hf.weight_check import WeightCheck, refusal
 from megatron_moe.io.files import write_bytes
@@ -46,6 +46,7 @@ from megatron_moe_tools.convert.exported_files import (
 )
 from megatron_moe_tools.convert.native import NativeSource, copy_file, native_state
 from megatron_moe_tools.convert.pipeline import (
+    EXPERTS,
     Advance,
     Block,
     ConversionOptions,
@@ -223,6 +224,12 @@ class HuggingFaceSink(ConversionSink):
         self.table = mapping(self.run, self.family.names)
         source.names = set(self.table.hf_shapes)
         self._pieces = self.table.by_place
+        self.packed: str | None = "fp8" if self.options.fp8 else "mxfp4" if self.options.mxfp4 else None
+        if self.packed is not None and (self.packed == "mxfp4") != (self.family.names.fused is not None):
+            works = "bf16 and mxfp4 are" if self.packed == "fp8" else "bf16 and fp8 are"
+            raise ConfigError(f"--dtype {self.packed}: {self.family.name} is not published in it; {works}")
+        if self.packed == "mxfp4":
+            self._require_whole_blocks()
         if self.options.fp8:
             source.notes += uneven_blocks(self.table.pieces)
         self.dropped: list[str] = []
@@ -247,6 +254,8 @@ class HuggingFaceSink(ConversionSink):
         words = list(map(dtype_name, self._dtypes))
         if self.options.fp8:
             words.insert(0, f"{dtype_name(FP8)} in blocks of 128 x 128")
+        if self.options.mxfp4:
+            words.insert(0, "MXFP4")
         self.dtype_words = " and ".join(words)
         self.copies = self._copies()
         companions = dict(model.companions)
@@ -270,6 +279,15 @@ class HuggingFaceSink(ConversionSink):
         self.companions = companions
         self.files = self.planned()
         self.summary = model_words(self.run, self.family.name, self.dtype_words)
+
+    def _require_whole_blocks(self) -> None:
+        for piece in self.table.pieces:
+            if self._is_packed(piece) and piece.transform.hf_shapes[0][1] % hf_folder.MXFP4_BLOCK:
+                shape = list(piece.transform.hf_shapes[0])
+                raise ConfigError(
+                    f"--dtype mxfp4: {piece.hf[0]} is {shape}, whose rows are not of whole blocks of "
+                    f"{hf_folder.MXFP4_BLOCK}; use --dtype bf16"
+                )
 
     def _copies(self) -> dict[str, str]:
         """Return copies to write, with what they are of: those that the source had, or that readers need."""
@@ -309,22 +327,30 @@ class HuggingFaceSink(ConversionSink):
                             names.append(name.removesuffix(".weight"))
                 names.remove("model.embed_tokens")
                 quantization["modules_to_not_convert"] = names
+        if self.options.mxfp4:
+            kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+            added["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
         path = companions.get(hf_folder.CONFIG)
         if path is None or self.options.family is not None:
             return json_bytes({**config_of(self.run, self.family, dtype), **added})
         data = read_small(path, hf_folder.LARGEST_CONFIG)
         config = parse_object(data, str(path))
         has_depths = self.run.model.mtp_num_layers is not None
-        if wrong := differences(self.run, settings(config, has_prediction_layers=has_depths, where=str(path)).flat):
+        before = settings(config, has_prediction_layers=has_depths, where=str(path)).flat
+        changed, rotated = with_rotation(config, before, self.run)
+        notes += rotated
+        if wrong := differences(
+            self.run, settings(changed, has_prediction_layers=has_depths, where=str(path)).flat if rotated else before
+        ):
             head = (
                 f"--load {self.source.path}: the run is no longer the model that its hf/config.json describes; "
                 f"--family {self.family.name} writes a new one:"
             )
             raise ConfigError(listing(head, wrong))
         # the context, dtype and layers of what is written
-        changed, said = with_positions(config, self.run.derived.max_position_embeddings)
+        changed, said = with_positions(changed, self.run.derived.max_position_embeddings)
         notes += said
-        if changed.pop("quantization_config", None) is not None and not self.options.fp8:
+        if changed.pop("quantization_config", None) is not None and self.packed is None:
             notes.append(f"quantization_config is left out of config.json: the weights are written in {dtype}")
         named: list[str] = [key for key in ("torch_dtype", "dtype") if key in config]
         for key in named or ["torch_dtype"]:
@@ -354,8 +380,8 @@ class HuggingFaceSink(ConversionSink):
         """Return the files: pieces in the table's order, then the copies, cut where a file is full."""
         blocks, first = [], {}
         for piece in self.table.pieces:
-            # What becomes fp8 is rounded from the numbers of the step.
-            dtype = self.source.reader.dtype(piece.key) if self._in_fp8(piece) else self._dtype(piece)
+            # What is packed is rounded from the numbers of the step.
+            dtype = self.source.reader.dtype(piece.key) if self._is_packed(piece) else self._dtype(piece)
             blocks.append(Block(piece.key, piece.start, piece.transform.native_shape, dtype))
             first.update(dict.fromkeys(piece.hf, blocks[-1]))
         blocks += [dataclasses.replace(first[original], copy=name) for name, original in self.copies.items()]
@@ -374,8 +400,9 @@ class HuggingFaceSink(ConversionSink):
             files.append(OutputFile(name, self._bytes(shard) + _PER_TENSOR * len(shard), tuple(shard)))
         return files
 
-    def _in_fp8(self, piece: MappedBlock) -> bool:
-        return self.options.fp8 and piece.is_linear
+    def _is_packed(self, piece: MappedBlock) -> bool:
+        """Return whether a piece is written in fp8, or in MXFP4, in which gpt-oss' experts are alone."""
+        return piece.is_linear and (self.options.fp8 or (self.options.mxfp4 and piece.key.endswith(EXPERTS)))
 
     def _layout(self, blocks: Iterable[Block | str]) -> dict[str, tuple[str, Shape]]:
         """Return dtype and shape of the tensors that are stored for blocks; scales follow their weights."""
@@ -383,14 +410,17 @@ class HuggingFaceSink(ConversionSink):
         for block in blocks:
             assert isinstance(block, Block)
             piece = self._pieces[block.place]
-            in_fp8 = self._in_fp8(piece)
             dtype = dtype_name(self._dtype(piece))
-            if in_fp8:
-                dtype = dtype_name(FP8)
             for name, shape in zip(_names(piece, block), piece.transform.hf_shapes):
-                layout[name] = (dtype, shape)
-                if in_fp8:
+                if not self._is_packed(piece):
+                    layout[name] = (dtype, shape)
+                elif self.options.fp8:
+                    layout[name] = (dtype_name(FP8), shape)
                     layout[name + hf_folder.SCALE] = ("float32", tuple(-(-n // edge) for n, edge in zip(shape, BLOCK)))
+                else:
+                    scales = (shape[0], shape[2], shape[1] // hf_folder.MXFP4_BLOCK)
+                    layout[name + hf_folder.PACKED] = ("uint8", (*scales, hf_folder.MXFP4_BLOCK // 2))
+                    layout[name + hf_folder.PACKED_SCALES] = ("uint8", scales)
         return layout
 
     def _bytes(self, blocks: Iterable[Block | str]) -> int:
@@ -418,11 +448,14 @@ class HuggingFaceSink(ConversionSink):
             native["sha256_as_written"] = sha256(values)
         for name, tensor in zip(_names(piece, block), transform.to_hf(values)):
             entry: Row = {"name": name, "shape": list(tensor.shape)}
-            if self._in_fp8(piece):  # each weight followed by its scales
-                weight = rounded(tensor)
+            if self._is_packed(piece):  # each weight followed by its scales
+                fp8 = self.options.fp8
+                weight = rounded(tensor) if fp8 else packed(tensor)
                 rounded_values.append(weight.values)
-                entry |= {"dtype": dtype_name(FP8), "sha256": write_tensor(opened, name, weight.numbers)}
-                scale = {"name": name + hf_folder.SCALE}
+                stored = name if fp8 else name + hf_folder.PACKED
+                kind = dtype_name(FP8) if fp8 else hf_folder.MXFP4
+                entry |= {"dtype": kind, "sha256": write_tensor(opened, stored, weight.numbers)}
+                scale = {"name": name + (hf_folder.SCALE if fp8 else hf_folder.PACKED_SCALES)}
                 scale["sha256"] = write_tensor(opened, scale["name"], weight.scales)
                 entry |= {"scale": scale, "rounding": weight.error}
             else:
@@ -430,7 +463,7 @@ class HuggingFaceSink(ConversionSink):
             entries.append(entry)
         if rounded_values:
             native["sha256_as_written"] = sha256(transform.to_native(rounded_values))
-            row["cast"] = certificate.cast_name([native], FP8)
+            row["cast"] = f"{native['dtype']} -> {entries[0]['dtype']}"
         return {"native": native, "transform": transform.name, "cast": row["cast"], "hf": entries}
 
     def finish(self, output: Path, records: list[Record], inputs: dict[str, FileEntry]) -> dict[str, FileEntry]:
@@ -453,7 +486,7 @@ class HuggingFaceSink(ConversionSink):
     def read_again(self, output: Path, rows: list[Row]) -> Iterator[tuple[Row, Tensor]]:
         written = HFFolder.open(output, "--save")
         wanted = set[str]().union(*(self._layout(file.content) for file in self.files))
-        if wrong := sorted(wanted ^ written.tensors.keys()):
+        if wrong := sorted(wanted ^ written.stored_names()):
             raise ConfigError(f"{output}: its tensors are not those of the model: {wrong[:5]}; nothing was published")
         for piece in self.table.pieces:
             for name in piece.hf:
@@ -481,7 +514,7 @@ class HuggingFaceSink(ConversionSink):
 
     def facts(self, rows: list[Row]) -> dict[str, Any]:
         rounding: dict[str, Any] | None = None
-        if self.options.fp8:
+        if self.packed is not None:
             rounding = {"weights": 0, "largest": 0.0, "relative_rms": 0.0}
             for row in rows:
                 for entry in row["hf"]:
@@ -490,6 +523,8 @@ class HuggingFaceSink(ConversionSink):
                         rounding["largest"] = max(rounding["largest"], error["largest"])
                         rounding["relative_rms"] = max(rounding["relative_rms"], error["relative_rms"])
             rounding |= {"block": list(BLOCK), "dtype": "float8_e4m3fn"}
+            if self.options.mxfp4:
+                rounding |= {"block": [hf_folder.MXFP4_BLOCK], "dtype": hf_folder.MXFP4}
         return {
             "family": self.family.name,
             "dtype": self.dtype_words,
@@ -512,10 +547,11 @@ def _names(piece: MappedBlock, block: Block) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class RoundedWeight:
-    """A weight [M, N] in FP8.
+    """A weight [M, N] in FP8, or [E, K, N] in MXFP4.
 
-    numbers: [M, N] float8_e4m3fn. scales: [ceil(M / 128), ceil(N / 128)] fp32, by which they are multiplied.
-    values: numbers times scales in bfloat16, as an importer has them. error: how much the rounding changed.
+    numbers: [M, N] float8_e4m3fn; or [E, N, K / 32, 16] uint8, two codes a byte. scales: [ceil(M / 128), ceil(N / 128)]
+    fp32, by which they are multiplied; or [E, N, K / 32] uint8, exponents of two plus 127. values: numbers times scales
+    in bfloat16, as an importer has them. error: how much the rounding changed.
     """
 
     numbers: Tensor
@@ -529,15 +565,44 @@ def rounded(weight: Tensor) -> RoundedWeight:
     high, wide = BLOCK
     tiles = Tiles.of(weight, high, wide, FP8)
     exact, original = tiles.exact(), weight.float()
-    difference = (exact - original).abs()
-    largest = float(original.abs().max())
-    size = float(original.norm())
-    error = {"largest": float(difference.max()), "largest_number": largest, "relative_rms": 0.0}
-    if size:
-        error["relative_rms"] = float(difference.norm()) / size
+    error = _error(exact, original)
     rows, columns = weight.shape
     numbers = tiles.numbers[:rows, :columns].contiguous()
     return RoundedWeight(numbers, tiles.scales.contiguous(), exact.to(torch.bfloat16), error)
+
+
+def _error(exact: Tensor, original: Tensor) -> dict[str, float]:
+    difference, size = (exact - original).abs(), float(original.norm())
+    largest = float(original.abs().max())
+    relative = float(difference.norm()) / size if size else 0.0
+    return {"largest": float(difference.max()), "largest_number": largest, "relative_rms": relative}
+
+
+_BETWEEN = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+"""The middles between neighbouring magnitudes of e2m1; what is in the middle is rounded to the even code."""
+_BETWEEN[1::2] = torch.nextafter(_BETWEEN[1::2], torch.zeros(3))
+
+
+def packed(weight: Tensor) -> RoundedWeight:
+    """Round a weight [E, K, N] of any floating dtype to MXFP4, in blocks of 32 along K, as OpenAI publishes gpt-oss.
+
+    A block's scale is the least power of two with which none of its numbers is above 6, the largest of e2m1. So
+    numbers that came from MXFP4 are kept.
+    """
+    codes, scales, exact = [], [], torch.empty(weight.shape)
+    for expert, own in enumerate(weight.float()):
+        blocks = own.t().unflatten(1, (-1, hf_folder.MXFP4_BLOCK))  # [N, K / 32, 32]
+        fraction, exponent = torch.frexp(blocks.abs().amax(-1))
+        exponent = (exponent - 2 - (fraction <= 0.75).int()).clamp(-127, 127)
+        scaled = torch.ldexp(blocks, -exponent.unsqueeze(-1))
+        code = torch.bucketize(scaled.abs(), _BETWEEN)
+        magnitude = torch.ldexp(FP4_VALUES[code], exponent.unsqueeze(-1))
+        exact[expert] = torch.where(scaled.signbit(), -magnitude, magnitude).flatten(1).t()
+        code = (code + 8 * scaled.signbit()).to(torch.uint8).unflatten(-1, (-1, 2))
+        codes.append(code[..., 0] | code[..., 1] << 4)
+        scales.append((exponent + 127).to(torch.uint8))
+    error = _error(exact, weight.float())
+    return RoundedWeight(torch.stack(codes), torch.stack(scales), exact.to(torch.bfloat16), error)
 
 
 def uneven_blocks(pieces: Iterable[MappedBlock]) -> list[str]:

@@ -320,6 +320,9 @@ def _within(start: Iterable[int], shape: Iterable[int], first: Iterable[int]) ->
 # ---- The sink.
 
 
+_NOT_CONVERTED = {"window_size", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"}
+
+
 class MegatronSink(TorchDistSink):
     """A checkpoint that Megatron-LM loads, in its format torch_dist.
 
@@ -350,8 +353,22 @@ class MegatronSink(TorchDistSink):
         default = replace(run, moe_router_norm_topk_prob=None).derived.norm_topk_prob
         if run.moe.num_experts is not None and run.derived.norm_topk_prob != default:
             wrong.append(f"--moe-router-norm-topk-prob {run.derived.norm_topk_prob}: it takes {default} for this one")
+        if dialect.stretched_there(run) is None:
+            wrong.append(f"--rope-type {run.model.rope_type}: it has no such rotary embedding, or not these settings")
+        if run.model.qk_layernorm_across_heads:
+            wrong.append("--qk-layernorm-across-heads: it normalises each head")
+        if run.model.reordered_norm:
+            wrong.append("--reordered-norm: its norms are before attention and MLP")
         if wrong:
             raise ConfigError(listing(f"--load {source.path}: is a model that Megatron-LM does not have:", wrong))
+        fields = all_fields()
+        apart = [fields[name].typed(value) for name, value in flatten(run).items() if name in _NOT_CONVERTED and value]
+        if run.model.softmax_type != "vanilla":
+            apart.append(f"--softmax-type {run.model.softmax_type}")
+        if run.model.add_bias_linear and run.moe.num_experts is not None:
+            apart.append("--add-bias-linear")
+        if apart:
+            raise ConfigError(f"--load {source.path}: {', '.join(apart)}: such models are not written for Megatron-LM")
         found = set(map(self._dtype, self.weights.keys() - self.fp32))
         if len(found) != 1:
             raise ConfigError(

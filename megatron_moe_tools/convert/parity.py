@@ -80,9 +80,10 @@ class ReferenceResult:
 
 @torch.no_grad()
 def round_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Round parameters to the values that another dtype has; the router's biases are buffers and stay as they are."""
+    """Round parameters to the values that another dtype has; the router's biases are not trained and stay."""
     for parameter in model.parameters():
-        parameter.copy_(parameter.to(dtype))
+        if parameter.requires_grad:
+            parameter.copy_(parameter.to(dtype))
 
 
 @torch.no_grad()
@@ -96,7 +97,7 @@ def run_model(model: PreTrainedModel, tokens: Tensor) -> ReferenceResult:
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if isinstance(epsilon, float) and hasattr(module, "weight"):
             epsilons[f"{name}.weight"] = epsilon
-        if not type(module).__name__.lower().endswith("topkrouter"):
+        if not type(module).__name__.lower().endswith(("topkrouter", "moev1gate")):
             continue
 
         def record(module: object, inputs: object, output: tuple[Tensor, ...], layer: int = _layer_of(name)) -> None:
@@ -159,12 +160,19 @@ def load_reference(folder: HFFolder, family: Family, layers: int | None = None) 
 
 
 def _dequantised(folder: HFFolder) -> dict[str, Tensor]:
-    """Return all tensors but scales; a weight in fp8 becomes each number times its block's scale, as bfloat16."""
+    """Return all tensors but scales; a weight in fp8 or MXFP4 becomes number times scale, as bfloat16."""
     found: dict[str, Tensor] = {}
     height, width = folder.block
     for file in set(map(operator.attrgetter("file"), folder.tensors.values())):
         found |= load_file(folder.path / file)
     for name, scale_name in folder.scales.items():
+        if name not in found:  # MXFP4
+            codes, exponents = found.pop(f"{name}_blocks"), found.pop(scale_name)
+            pairs = torch.stack((codes % 16, codes // 16), dim=-1).flatten(-2).long()
+            halves = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])[pairs]
+            values = halves * 2.0 ** (exponents.double().unsqueeze(-1) - 128)
+            found[name] = values.flatten(-2).transpose(1, 2).bfloat16().contiguous()
+            continue
         weight, scale = found[name].float(), found.pop(scale_name).float()
         row = torch.arange(weight.shape[0]) // height
         column = torch.arange(weight.shape[1]) // width
@@ -323,7 +331,7 @@ def compare_with(
             f"logits are the same for all tokens ({float(rows[0, 0]):.4g}): the weights that make them are damaged or "
             f"were never trained, and equal logits show nothing; {ALLOW} passes that"
         )
-    failures += _other_constants(found, reference)
+    failures += _other_constants(found, reference, tokens.shape[1])
     whole, not_covered = found.source.run.model, []
     if whole.mtp_num_layers:
         not_covered.append(f"multi-token prediction, {whole.mtp_num_layers} layers: transformers has none")
@@ -350,8 +358,11 @@ def compare_with(
     )
 
 
-def _other_constants(found: LoadedCheckpoint, theirs: ReferenceResult) -> Iterator[str]:
-    """Yield the differences between two models' numbers that are no weights; depths of prediction are ours alone."""
+def _other_constants(found: LoadedCheckpoint, theirs: ReferenceResult, length: int) -> Iterator[str]:
+    """Yield the differences between two models' numbers that are no weights; depths of prediction are ours alone.
+
+    length: of the sequences that transformers' model was run on.
+    """
     chunk, epsilons = found.chunk, {}
     for piece in found.mapping.pieces:
         epsilon = getattr(chunk.get_submodule(piece.key.rpartition(".")[0]), "eps", None)
@@ -362,15 +373,13 @@ def _other_constants(found: LoadedCheckpoint, theirs: ReferenceResult) -> Iterat
         here, there = epsilons.get(wrong[0]), theirs.epsilons.get(wrong[0])
         yield f"epsilon of {len(wrong)} norms: {wrong[0]}: {here} here, {there} there"
     latent = next((module for module in chunk.modules() if isinstance(module, LatentAttention)), None)
-    ours, amplitude, wanted = None, 1.0, theirs.frequencies
-    if latent is not None and latent.rotary is not None:
-        ours, amplitude = latent.rotary.frequencies.cpu(), latent.rotary.amplitude
-    elif latent is None and (rotary := getattr(chunk, "rotary_pos_emb", None)) is not None:
-        ours = rotary.inv_freq.detach().float().cpu()
-    if ours is None or wanted is None:
-        if ours is not wanted:
+    rotary = getattr(chunk, "rotary_pos_emb", None) if latent is None else latent.rotary
+    wanted = theirs.frequencies
+    if rotary is None or wanted is None:
+        if rotary is not wanted:
             yield "rotary frequencies: on one side only"
         return
+    ours, amplitude = rotary.rotation.frequencies(length), rotary.rotation.amplitude
     if ours.shape != wanted.shape:
         yield f"rotary frequencies: {len(ours)} pairs here, {len(wanted)} there"
     elif not torch.allclose(ours, wanted, rtol=FREQUENCY_TOLERANCE, atol=0.0):

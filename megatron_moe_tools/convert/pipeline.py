@@ -55,6 +55,7 @@ class ConversionOptions:
 
     dtype: torch.dtype | None = None
     fp8: bool = False
+    mxfp4: bool = False
     family: str | None = None
     drop_mtp: bool = False
     no_optim: bool = False

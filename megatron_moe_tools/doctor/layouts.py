@@ -499,6 +499,7 @@ def model(name: str) -> tuple[Run, Run]:
     copy = small_copy(own)
     if name in _HALF:
         groups = {"moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_group_score": "top2"}
+        groups["window_attn_skip_freq"] = None
         copy = replace(copy, num_layers=2, moe_layer_freq=1, seq_length=8, mtp_num_layers=None, **groups)
         copy = dataclasses.replace(copy, precision=own.precision)
     return own, copy

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, default_collate
@@ -102,7 +101,10 @@ def parameter_shards(chunk: torch.nn.Module) -> list[tuple[ParameterShard, torch
             if not isinstance(experts, GroupedExperts):
                 raise TypeError(f"{name} of {type(experts).__name__}: cuts are known of GroupedExperts only")
             groups, full_name = experts.groups, global_name(model, name)
-            cuts = (Cut(0, groups.ep_rank, groups.ep_size, 1), Cut(2, groups.etp_rank, groups.etp_size, 1))
+            cuts = (
+                Cut(0, groups.ep_rank, groups.ep_size, 1),
+                Cut(parameter.partition_dim, groups.etp_rank, groups.etp_size, 1),
+            )
         found.append((ParameterShard(full_name, cuts), parameter))
     return found
 
@@ -212,7 +214,7 @@ class RouterRecord(RoutingProbe):
     def see(self, router: TopKRouter, routed: RoutedTokens) -> None:
         """Measure one micro-batch."""
         options, decision, logits = router.options, routed.decision, routed.logits
-        exact = F.linear(routed.hidden.double(), router.weight.double())
+        exact = router.logits_in_fp64(routed.hidden)
         weights = weigh_experts(exact, scores_from_logits(exact, options), decision.expert_ids, options)
         if decision.kept is not None:
             if options.drop_policy == "probs" and not bool(decision.kept.all()):

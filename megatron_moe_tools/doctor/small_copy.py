@@ -10,6 +10,7 @@ copy is computed in fp32, where a difference between layouts is larger than roun
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -112,6 +113,10 @@ def _sizes(run: Run) -> dict[str, Any]:
         # At the usual 0.02 such a small model is almost linear, and its logits are all alike.
         "init_method_std": 0.1,
     }
+    if m.window_size is not None:  # shorter than a rank's chunks
+        sizes["window_size"], sizes["window_attn_skip_freq"] = "3,0", _shortened(run.derived.window_pattern)
+    if m.activation_func_clamp_value is not None:
+        sizes["activation_func_clamp_value"] = 0.5  # cuts some off
     if m.mtp_num_layers is not None:
         sizes["mtp_num_layers"] = min(m.mtp_num_layers, DEPTHS)
     if run.training.recompute_num_layers is not None:
@@ -131,6 +136,12 @@ def _sizes(run: Run) -> dict[str, Any]:
     return sizes
 
 
+def _shortened(pattern: Sequence[int]) -> str:
+    """Return a list expression in which consecutive layers of one kind are one layer, and the last kind is repeated."""
+    order = [kind for kind, _ in groupby(pattern)][:LAYERS]
+    return str([*order, *order[-1:] * (LAYERS - len(order))])
+
+
 def _experts(run: Run) -> dict[str, Any]:
     moe = run.moe
     if moe.num_experts is None:
@@ -143,9 +154,8 @@ def _experts(run: Run) -> dict[str, Any]:
         "moe_expert_backend": "grouped_mm" if moe.moe_expert_backend == "te" else moe.moe_expert_backend,
     }
     pattern = run.derived.moe_layer_pattern
-    if not all(pattern):  # consecutive layers of one kind become one layer; the last kind is repeated
-        order = [kind for kind, _ in groupby(pattern)][:LAYERS]
-        sizes["moe_layer_freq"] = str([*order, *order[-1:] * (LAYERS - len(order))])
+    if not all(pattern):
+        sizes["moe_layer_freq"] = _shortened(pattern)
     kinds = moe.moe_router_load_balancing_type
     if not {"sinkhorn", QUANTILE} & set(kinds):
         losses = dict(zip(kinds, moe.moe_aux_loss_coeff))

@@ -28,8 +28,8 @@ from typing import Any
 from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields, from_file
+from megatron_moe.config.model_flags import ROPE_SETTINGS
 from megatron_moe.config.rules import check_model
-from megatron_moe.config.rules.model import YARN_FIELDS
 from megatron_moe.config.schema import Run, build, flatten
 from megatron_moe.hf.transforms import Shape
 from megatron_moe_tools.compat import megatron_flags, megatron_settings
@@ -195,7 +195,7 @@ ELSEWHERE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "apply_layernorm_1p layernorm_zero_centered_gamma apply_residual_connection_post_layernorm "
-            "squared_relu quick_geglu use_rope_scaling qk_l2_norm attention_output_gate moe_apply_probs_on_input "
+            "squared_relu quick_geglu qk_l2_norm attention_output_gate moe_apply_probs_on_input "
             "is_hybrid_model mtp_use_repeated_layer enable_hyper_connections use_mup use_legacy_models"
         ).split(),
         (False,),
@@ -210,19 +210,28 @@ ELSEWHERE: dict[str, tuple[Any, ...]] = {
         ).split(),
         (),
     ),
-    "rotary_seq_len_interpolation_factor": (1, 1.0),
     "softmax_type": ("vanilla",),
 }
 """Argument -> its values, in addition to None, that leave the model as it is here. Others make another model."""
 
 
+_ROPE_NOT_THERE = (
+    "attention_factor yarn_correction_range_round_to_int low_freq_factor high_freq_factor short_factor long_factor"
+).split()
+"""Settings of the rotary embedding that Megatron-LM has no argument for."""
+_LLAMA3 = {
+    **{"rope_type": "llama3", "original_max_position_embeddings": 8192},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+"""What --use-rope-scaling is there."""
 _READ_BY: dict[str, Callable[[Run], bool]] = {
     "moe_": lambda run: run.moe.num_experts is not None,
     "moe_router_group_score": lambda run: False,  # Megatron-LM has no such argument, and one such score
-    **dict.fromkeys(YARN_FIELDS, lambda run: run.model.rope_type == "yarn"),
     **dict.fromkeys(
         ("rope_type", "kv_lora_rank", "qk_head_dim", "qk_pos", "v_head"), lambda run: run.model.multi_latent_attention
     ),
+    **dict.fromkeys(ROPE_SETTINGS["yarn"], lambda run: run.model.rope_type == "yarn"),
+    **dict.fromkeys(_ROPE_NOT_THERE, lambda run: False),
 }
 """Beginnings of settings -> whether a model reads these."""
 
@@ -234,10 +243,11 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
     checkpoint, as messages name it. Raises ConfigError: the model is none of those here; each argument is named.
     """
     fields = all_fields()
+    args = {**args, **_stretched(args)}
     flat: dict[str, Any] = {}
     problems: list[str] = []
     for name in (*architecture_keys(), *_ALSO_TAKEN):
-        if name in given:
+        if name in given or name in ELSEWHERE:
             continue
         value = _plain(name, next((args[known] for known in _names(name) if args.get(known) is not None), None))
         if value is None:
@@ -253,7 +263,7 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
         value = _plain(name, args.get(name))
         if value is None or value in neutral:
             continue
-        flag, reason = f"--{name.replace('_', '-')}", "it makes another model"
+        flag, reason = f"--{name.replace('_', '-')}", "models with it are not converted between the two"
         row = megatron_flags.row_for(flag, [str(value)])
         if row is not None and row.answer == "refused":
             reason = row.reason
@@ -296,6 +306,31 @@ def run_of(args: Mapping[str, Any], given: Mapping[str, Any], rows: int, where: 
     return run, notes
 
 
+def _stretched(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our settings of the rotary frequencies that arguments of grouped-query attention stretch."""
+    if args.get("multi_latent_attention"):
+        return {}
+    if args.get("use_rope_scaling"):
+        return {**_LLAMA3, "rotary_scaling_factor": args.get("rope_scaling_factor") or 8.0}
+    factor = args.get("rotary_seq_len_interpolation_factor") or 1
+    return {} if factor == 1 else {"rope_type": "linear", "rotary_scaling_factor": factor}
+
+
+def stretched_there(run: Run) -> dict[str, Any] | None:
+    """Return the arguments that stretch a model's rotary frequencies; None if Megatron-LM has none for its kind."""
+    model, kind = run.model, run.model.rope_type
+    found = {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
+    if kind == "rope" or model.multi_latent_attention:
+        as_there = model.attention_factor is None and model.yarn_correction_range_round_to_int
+        return found if as_there else None
+    found |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    if kind == "linear":
+        return {**found, "rotary_seq_len_interpolation_factor": model.rotary_scaling_factor}
+    if kind == "llama3" and all(getattr(model, name) == value for name, value in _LLAMA3.items()):
+        return {**found, "use_rope_scaling": True, "rope_scaling_factor": model.rotary_scaling_factor}
+    return None
+
+
 def _names(field: str) -> tuple[str, ...]:
     return (field, *_OTHER_NAMES.get(field, ()))
 
@@ -322,7 +357,7 @@ def _defaults_taken(run: Run, missing: list[str], where: str) -> list[str]:
     unread = tuple(prefix for prefix, is_read in _READ_BY.items() if not is_read(run))
     values, taken = flatten(run), []
     for name in missing:
-        if values[name] not in (None, False) and not name.startswith(unread):
+        if values[name] not in (None, False) and not name.startswith(unread) and name not in ELSEWHERE:
             taken.append(all_fields()[name].typed(values[name]))
     if not taken:
         return []
@@ -445,7 +480,8 @@ _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
 }
 """How tensors are named, which Megatron-LM reads before it asks for them: layers by their number."""
-_NOT_THERE = frozenset({"moe_router_group_score", "moe_router_norm_topk_prob"})
+_NORMS_NOT_THERE = {"qk_layernorm_across_heads", "reordered_norm"}
+_NOT_THERE = frozenset({"moe_router_group_score", "moe_router_norm_topk_prob", *_NORMS_NOT_THERE, *_ROPE_NOT_THERE})
 """Settings that Megatron-LM has no argument for."""
 
 
@@ -489,6 +525,7 @@ def common(run: Run, *, transformer_impl: str, half: str | None, continued: Cont
         "make_vocab_size_divisible_by": run.model.make_vocab_size_divisible_by,
         "padded_vocab_size": run.model.padded_vocab_size,
         "add_position_embedding": True,
+        **(stretched_there(run) or {}),
         "transformer_impl": transformer_impl,
         "bf16": half == "bf16",
         "fp16": half == "fp16",

@@ -195,6 +195,8 @@ class LayerCosts:
             "global_batch_size": None,
             "first_last_layers_bf16": False,
             "optimizer_cpu_offload": False,
+            # A layer with a window keeps as much, and is taken to compute as much, as one without.
+            **dict.fromkeys(("window_size", "window_attn_skip_freq")),
         }
         if base.derived.zero_stage >= 2:
             changes |= {"data_parallel_sharding_strategy": "optim", **UNSHARDED}

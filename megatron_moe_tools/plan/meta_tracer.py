@@ -193,6 +193,14 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, out, lse, dropout, causal, **_: (
         2 * attention_flops(q, k, v, causal)
     ),
+    _aten._scaled_dot_product_efficient_attention: lambda q, k, v, bias, lse, dropout=0.0, causal=False, **_: (
+        attention_flops(q, k, v, causal)
+    ),
+    _aten._scaled_dot_product_efficient_attention_backward: (
+        lambda grad, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal=False, **_: (
+            2 * attention_flops(q, k, v, causal)
+        )
+    ),
 }
 
 _ATTENTION = (

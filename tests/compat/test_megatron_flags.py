@@ -113,6 +113,17 @@ def test_an_alias_is_what_it_stands_for(typed, ours):
     assert note.startswith(f"{typed.replace('=', ' ')} is {ours} here")
 
 
+@pytest.mark.parametrize(("typed", "factor"), [("", "8"), (" --rope-scaling-factor 32", "32")])
+def test_llama3_scaling_reads_its_factor_from_another_flag(typed, factor):
+    run = compat.parse(f"--preset tiny-gqa --save steps --use-rope-scaling{typed}".split())
+    ours = f"--rope-type llama3 --rotary-scaling-factor {factor} --original-max-position-embeddings 8192"
+    assert run == compat.parse(f"--preset tiny-gqa --save steps {ours}".split())
+    (note,) = run.warnings
+    assert note.startswith("--use-rope-scaling is --rope-type llama3")
+    latent = f"--multi-latent-attention --save steps --use-rope-scaling{typed}"
+    assert compat.parse(latent.split()) == compat.parse("--multi-latent-attention --save steps".split())
+
+
 def test_a_mistake_in_an_alias_names_what_was_typed():
     run = compat.parse("--preset tiny --mock-data --vocab-size 100 --main-grads-dtype bf16".split())
     with pytest.raises(ConfigError, match=r"--grad-reduce-in-bf16 \(--main-grads-dtype bf16\), --no-bf16"):
@@ -126,10 +137,10 @@ def test_the_value_decides_where_megatron_has_several():
         "--spec": {"local": "alias", "mine.specs": "refused"},
         "--exp-avg-dtype": {"fp16": "refused"},
         "--main-grads-dtype": {"fp32": "always", "bf16": "alias", "fp16": "refused"},
-        "--glu-linear-offset": {"0.0": "always", "1": "refused"},
         "--exit-signal": {"SIGTERM": "always", "15": "always", "2": "refused"},
         "--optimizer-offload-fraction": {"1.0": "always", "0.5": "refused"},
-        "--rotary-seq-len-interpolation-factor": {"1": "always", "4": "refused"},
+        "--rotary-seq-len-interpolation-factor": {"1": "always", "4": "alias"},
+        "--position-embedding-type": {"yarn": "refused", "mrope": "refused"},
         "--normalization": {"LayerNorm": "refused"},
         "--optimizer": {"dist_muon": "alias", "lion": "refused"},
         "--muon-tp-mode": {"duplicated": "always", "distributed": "always", "blockwise": "refused"},

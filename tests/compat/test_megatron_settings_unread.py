@@ -60,7 +60,6 @@ ROWS = [
     ),
     (f"{TINY} --bf16 --fp8-format e4m3", "--fp8-param-gather", "", ["--fp8-param-gather", "NOT STORED IN FP8"]),
     (f"{TINY} --bf16 --fp8-format e4m3", "--delay-wgrad-compute", "", ["--delay-wgrad-compute", "FP8"]),
-    (TINY, "--use-rope-scaling", "", ["--use-rope-scaling", "latent attention"]),
     (
         "--preset tiny --mock-data --vocab-file vocab.json --merge-file merges.txt",
         "",

@@ -23,7 +23,6 @@ NOT_READ = {
     "moe_enable_deepep": "Megatron-LM's switch for what the flex dispatcher does: the rules check that it is chosen",
     "override_opt_param_scheduler": "what is done without it: a rule refuses it beside its opposite",
     "pretrained_checkpoint": "the command line makes it --load and --finetune where --load has no step yet",
-    "use_rope_scaling": "a rule refuses it, but for latent attention, which does not read it",
     "fp8_param_gather": "the command line leaves it out with a note, and a rule refuses it",
 }
 

@@ -25,12 +25,16 @@ MODELS = {
     "no query latent": {**TINY, "q_lora_rank": None, "qk_layernorm": False, "moe_shared_expert_gate": True},
     "no query latent, norms": {**TINY, "q_lora_rank": None, "qk_layernorm": True},
     "grouped, experts": PRESETS["tiny-gqa"],
+    "norms after the rotation": {**PRESETS["tiny-gqa"], "qk_layernorm": True, "qk_layernorm_after_rotation": True},
     "every second layer": {**TINY, "moe_layer_freq": 2},
     "capacity, no bias, no shared expert": {
         **TINY, "moe_expert_capacity_factor": 1.0, "moe_router_enable_expert_bias": False,
         "moe_shared_expert_intermediate_size": None,
     },
     "dense, biased": {"num_layers": 2, "add_bias_linear": True, "qk_layernorm": True},
+    "norms of all heads, and behind": {
+        **PRESETS["tiny-gqa"], "qk_layernorm": True, "qk_layernorm_across_heads": True, "reordered_norm": True,
+    },
     "dense, tied": {"num_layers": 1, "add_qkv_bias": True},
     "further predictions, experts": {**TINY, "mtp_num_layers": 2},
     "further predictions, tied": {"num_layers": 1, "mtp_num_layers": 1},

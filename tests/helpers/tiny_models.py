@@ -14,6 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.helpers import ling
+
 VOCABULARY = 131
 
 _SHARED: dict[str, Any] = {
@@ -31,15 +33,32 @@ YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 64,
     "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
+_STRETCHED: dict[str, Any] = {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
 _DEEPSEEK_V3: dict[str, Any] = {
     **_LATENT, "q_lora_rank": 24, "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4,
     "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
+}  # fmt: skip
+_BIASED: dict[str, Any] = {
+    "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 _QWEN2: dict[str, Any] = {
     **_GROUPED_QUERY, "num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
     "qkv_bias": True,
 }  # fmt: skip
 _QWEN3: dict[str, Any] = {**_GROUPED_QUERY, "moe_intermediate_size": 24, "num_experts": 8, "norm_topk_prob": True}
+_ERNIE: dict[str, Any] = {
+    **_GROUPED_QUERY, "moe_num_experts": 8, "moe_intermediate_size": 24, "rms_norm_eps": 1e-5,
+    "rope_parameters": _PLAIN,
+}  # fmt: skip
+_GRANITE: dict[str, Any] = {
+    **_GROUPED_QUERY, "num_local_experts": 8, "num_experts_per_tok": 3, "embedding_multiplier": 3.0,
+    "rms_norm_eps": 1e-5, "residual_multiplier": 0.4, "logits_scaling": 2.5, "attention_multiplier": 0.17,
+    "rope_parameters": _PLAIN,
+}  # fmt: skip
+
+ROUTER_BIASES = ("e_score_correction_bias", "gate.expert_bias")
+"""How the names of the routers' biases end."""
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("DeepseekV2", {
@@ -85,32 +104,115 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "first_k_dense_replace": 1, "num_mtp_layers": 0,
         "rope_parameters": {**_MILLION, "partial_rotary_factor": 0.5},
     }),
+    "ernie4-5-moe": ("Ernie4_5_Moe", {
+        **_ERNIE, "moe_k": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
+    }),
+    # layers 1 and 3 alone, no shared expert
+    "ernie4-5-moe-interval": ("Ernie4_5_Moe", {
+        **_ERNIE, "head_dim": 24, "moe_k": 2, "moe_num_shared_experts": 0, "moe_layer_start_index": 1,
+        "moe_layer_interval": 2, "tie_word_embeddings": True,
+    }),
+    "hunyuan-v1-moe": ("HunYuanMoEV1", {
+        **_GROUPED_QUERY, "head_dim": 24, "num_experts": 8, "moe_topk": 3, "rms_norm_eps": 1e-2,
+        "rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 1.0, "alpha": 100.0},
+    }),
+    "granitemoe": ("GraniteMoe", {**_GRANITE, "tie_word_embeddings": True}),
+    "granitemoeshared": ("GraniteMoeShared", {**_GRANITE, "shared_intermediate_size": 40}),
+    "glm4-moe-lite": ("Glm4MoeLite", {
+        **{key: value for key, value in _DEEPSEEK_V3.items() if key != "num_mtp_layers"},
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "first_k_dense_replace": 2,
+        "rms_norm_eps": 1e-2, "rope_parameters": _MILLION,
+    }),
+    "dots1": ("Dots1", {
+        **_GROUPED_QUERY, **_BIASED, "head_dim": 24, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+        "sliding_window": None, "rope_parameters": _PLAIN,
+    }),
+    "solar-open": ("SolarOpen", {
+        **{key: value for key, value in _GROUPED_QUERY.items() if key != "intermediate_size"}, **_BIASED,
+        "head_dim": 24, "attention_bias": True, "n_group": 1, "topk_group": 1, "rope_parameters": _MILLION,
+    }),
+    # Norms over all heads, whose mean differs from each head's
+    "olmoe": ("Olmoe", {
+        **_GROUPED_QUERY, "intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False,
+        "rms_norm_eps": 1e-2, "rope_parameters": _PLAIN,
+    }),
+    "flex-olmo": ("FlexOlmo", {
+        **_GROUPED_QUERY, "intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 5, "norm_topk_prob": True,
+        "rms_norm_eps": 1e-2, "rope_parameters": {**_PLAIN, "rope_theta": 5e5},
+    }),
+    "minimax-m2": ("MiniMaxM2", {
+        **_GROUPED_QUERY, "intermediate_size": 24, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
+        "rms_norm_eps": 1e-2, "rope_parameters": {**_PLAIN, "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    }),
+    "bailing-moe-v2": ("BailingMoeV2", {
+        **_GROUPED_QUERY, "moe_intermediate_size": 24, "head_dim": 24, "use_qkv_bias": True, "use_qk_norm": True,
+        "use_bias": False, "rms_norm_eps": 1e-5, "num_experts": 16, "num_shared_experts": 2, "num_experts_per_tok": 4,
+        "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+        "score_function": "sigmoid", "moe_router_enable_expert_bias": True, "hidden_act": "silu",
+        "rope_parameters": {**_PLAIN, "rope_theta": 6e5, "partial_rotary_factor": 0.5},
+    }),
+    "olmo2": ("Olmo2", {**_GROUPED_QUERY, "rms_norm_eps": 1e-2, "rope_parameters": {**_PLAIN, "rope_theta": 5e5}}),
+    # Dense models, each at frequencies of another kind, stretched within the length of a test
+    "llama": ("Llama", {
+        **_GROUPED_QUERY, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "llama3", **_STRETCHED, "low_freq_factor": 0.1, "high_freq_factor": 1.0},
+    }),
+    "llama-tied": ("Llama", {
+        **_GROUPED_QUERY, "head_dim": 24, "tie_word_embeddings": True, "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0},
+    }),
+    "qwen2": ("Qwen2", {
+        **_GROUPED_QUERY, "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "yarn", **_STRETCHED, "beta_fast": 1.0, "beta_slow": 0.05, "truncate": False,
+        },
+    }),
+    "qwen3": ("Qwen3", {
+        **_GROUPED_QUERY, "head_dim": 24, "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "longrope", **_STRETCHED, "short_factor": [1.0, *[1.5] * 11],
+            "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, *[5.0] * 7],
+        },
+    }),
+    "mistral": ("Mistral", {
+        **_GROUPED_QUERY, "head_dim": 8, "rms_norm_eps": 1e-5, "sliding_window": None, "rope_parameters": _MILLION,
+    }),
+    # windows that are shorter than the tests' sequences, in layers of no period, and halves that the limit cuts off
+    "gpt-oss": ("GptOss", {
+        **_GROUPED_QUERY, "intermediate_size": 32, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
+        "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2],
+        "swiglu_limit": 0.7, "rms_norm_eps": 1e-5, "rope_parameters": {**YARN, "factor": 8.0, "truncate": False},
+    }),
 }  # fmt: skip
 """Case -> the class's name before "Config" and "ForCausalLM", and what the configuration holds."""
 
 
-def config(case: str) -> Any:
-    """The transformers configuration of a case."""
-    name, settings = CASES[case]
+def class_of(case: str, kind: str) -> Any:
+    """A case's class: transformers', or the one in its place. kind: the end of its name, e.g. "Config"."""
+    name = CASES[case][0] + kind
+    return getattr(ling, name) if hasattr(ling, name) else getattr(transformers, name)
+
+
+def config(case: str, **changes: Any) -> Any:
+    """The transformers configuration of a case, with changed settings."""
     # A copy: transformers writes into the dictionaries it is given.
-    return getattr(transformers, f"{name}Config")(**copy.deepcopy(settings))
+    return class_of(case, "Config")(**copy.deepcopy({**CASES[case][1], **changes}))
 
 
-def make(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def make(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model of a case with random weights, in eval mode, saved into `folder` as transformers saves it.
 
-    Another dtype leaves the router's biases in fp32, as the released models do.
+    Another dtype leaves the router's biases in fp32, as the released models do. changes: of the case's settings.
     """
-    name, _ = CASES[case]
-    model = getattr(transformers, f"{name}ForCausalLM")(config(case))
+    model = class_of(case, "ForCausalLM")(config(case, **changes))
     fill(model, seed)
     if dtype != torch.float32:
-        biases = {key: value.clone() for key, value in model.named_buffers() if key.endswith("correction_bias")}
+        biases = {key: value.clone() for key, value in model.state_dict().items() if key.endswith(ROUTER_BIASES)}
         model.to(dtype)
         model.config.dtype = dtype
         for key, value in biases.items():
             owner, _, attribute = key.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, torch.nn.Buffer(value))
+            getattr(model.get_submodule(owner), attribute).data = value
     model.eval()
     model.save_pretrained(folder)
     return model
@@ -125,14 +227,18 @@ def fill(model: torch.nn.Module, seed: int) -> None:
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if name.endswith("e_score_correction_bias"):
+                parameter.copy_(4.0 + 0.1 * drawn(parameter))
+            elif "norm" in name:
                 parameter.copy_(1.0 + 0.25 * drawn(parameter))
-            elif name.endswith(".bias"):
+            elif name.endswith((".bias", "_bias")):
                 parameter.copy_(0.5 * drawn(parameter))
+            elif name.endswith(".sinks"):
+                parameter.copy_(2.0 * drawn(parameter))
             else:
                 parameter.copy_(drawn(parameter) * parameter.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(ROUTER_BIASES):
                 # Near 4 a bfloat16 steps by 0.03; the scores that the bias is added to spread by about 0.2.
                 buffer.copy_(4.0 + 0.1 * drawn(buffer))
 
@@ -183,6 +289,8 @@ def hub_spelling(config: dict[str, Any]) -> dict[str, Any]:
     hub["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     if "dtype" in hub:
         hub["torch_dtype"] = hub.pop("dtype")
+    if hub["model_type"] == "minimax_m2":
+        hub["rotary_dim"] = int(hub.pop("partial_rotary_factor") * hub["head_dim"])
     if hub["model_type"] == "qwen3_moe":
         hub["num_experts"] = hub.pop("num_local_experts")
     if hub["model_type"] == "deepseek_v3":

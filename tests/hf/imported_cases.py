@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -40,6 +41,36 @@ def imported(folders: list[str], layout: dict[str, Any]) -> list[dict[str, Any]]
         rules.check(run, dist.get_world_size())
     pg_collection = groups.initialize(runs[0])
     return [step_of(run, pg_collection) for run in runs]
+
+
+def mistaken(folders: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any] | str]:
+    """`step_of` for folders whose reader says something else of some settings, or what each is refused with.
+
+    In a world of one rank; the first folder is read rightly.
+    """
+    from megatron_moe.config import rules
+    from megatron_moe.config.errors import ConfigError
+    from megatron_moe.config.schema import build
+    from megatron_moe.hf.families import FAMILIES, family_of
+    from megatron_moe.hf.folder import HFFolder
+    from megatron_moe.parallel import groups
+
+    pg_collection = groups.initialize(build(flags_of(folders[0][0], {})))
+    found: list[dict[str, Any] | str] = []
+    for folder, changes in folders:
+        family = family_of(HFFolder.open(Path(folder)).config, folder)
+
+        def wrongly(keys: Any, read: Any = family.read, changes: dict[str, Any] = changes) -> dict[str, Any]:
+            return {**read(keys), **changes}
+
+        with mock.patch.dict(FAMILIES, {family.name: replace(family, read=wrongly)}):
+            try:
+                run = build(flags_of(folder, {}))
+                rules.check(run, 1)
+                found.append(step_of(run, pg_collection))
+            except ConfigError as error:
+                found.append(str(error))
+    return found
 
 
 def step_of(run: Any, pg_collection: Any) -> dict[str, Any]:

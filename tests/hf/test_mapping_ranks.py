@@ -25,11 +25,13 @@ from tests.hf import imported_cases as cases
 pytestmark = pytest.mark.engine
 
 ALL = tuple(tiny_models.CASES)
+DENSE = ("llama", "llama-tied", "qwen2", "qwen3", "mistral", "olmo2")
+SPARSE = tuple(case for case in ALL if case not in DENSE)
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 VPP = {**PP2, "num_layers_per_virtual_pipeline_stage": 1}
-ONE_OF_EACH_ATTENTION = ("deepseek-v2-grouped", "qwen2-moe")
+ONE_OF_EACH_ATTENTION = ("deepseek-v2-grouped", "qwen2-moe", "gpt-oss")
 
 
 class Layout(NamedTuple):
@@ -43,13 +45,21 @@ class Layout(NamedTuple):
 
 LAYOUTS = {
     "one": Layout(1, {}, ALL),
-    "TP2": Layout(2, TP2, ("deepseek-v3", "qwen2-moe")),
-    "PP2": Layout(2, PP2, ("qwen3-moe-tied", "deepseek-v2")),
-    "EP2": Layout(2, {**EP2, "use_distributed_optimizer": True}, ("moonlight", "qwen3-moe")),
-    "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral",)),
-    "TP2xEP2, experts whole": Layout(2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}, ("glm4-moe",)),
+    "TP2": Layout(2, TP2, ("deepseek-v3", "qwen2-moe", "hunyuan-v1-moe", "qwen2", "flex-olmo")),
+    "PP2": Layout(2, PP2, ("qwen3-moe-tied", "deepseek-v2", "llama-tied", "olmo2")),
+    "EP2": Layout(
+        2,
+        {**EP2, "use_distributed_optimizer": True},
+        ("moonlight", "qwen3-moe", "granitemoeshared", "bailing-moe-v2"),
+        SPARSE,
+    ),
+    "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral", "gpt-oss"), SPARSE),
+    "TP2xEP2, experts whole": Layout(
+        2, {**TP2, **EP2, "expert_tensor_parallel_size": 1}, ("glm4-moe", "ernie4-5-moe"), SPARSE
+    ),
     "VPP": Layout(2, VPP, ("deepseek-v3",), ("deepseek-v3", "qwen3-moe-tied", "qwen2-moe")),
-    "CP2": Layout(2, {**EP2, "context_parallel_size": 2}, ONE_OF_EACH_ATTENTION, ONE_OF_EACH_ATTENTION),
+    "CP2": Layout(2, {**EP2, "context_parallel_size": 2}, ONE_OF_EACH_ATTENTION, (*ONE_OF_EACH_ATTENTION, "flex-olmo")),
+    "CP2, dense": Layout(2, {"context_parallel_size": 2}, ("llama", "qwen2", "qwen3"), DENSE),
 }
 
 
@@ -65,15 +75,19 @@ class Reference:
     tensors: dict[str, torch.Tensor]
 
 
-def reference(case: str, seed: int, folder: Path) -> Reference:
-    model = tiny_models.make(case, seed, folder / "model")
+def reference(case: str, seed: int, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Reference:
+    """What transformers computes of a case that was saved in a dtype. changes: of its settings."""
+    model = tiny_models.make(case, seed, folder / "model", dtype, **changes)
+    if dtype != torch.float32:
+        model = type(model).from_pretrained(folder / "model", dtype=torch.float32)
     tensors = held(folder / "model")
-    batch = cases.batch_of(tiny_models.VOCABULARY)
+    batch = cases.batch_of(model.config.vocab_size)
     choices: dict[int, torch.Tensor] = {}
     for layer, block in enumerate(model.model.layers):
-        if hasattr(block.mlp, "experts"):
+        mlp = getattr(block, "block_sparse_moe", None) or block.mlp
+        if hasattr(mlp, "experts"):
             keep = lambda module, args, layer=layer: choices.__setitem__(layer, args[1])  # noqa: E731
-            block.mlp.experts.register_forward_pre_hook(keep)
+            mlp.experts.register_forward_pre_hook(keep)
     logits = model(batch["tokens"], use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
     loss.backward()
@@ -81,7 +95,11 @@ def reference(case: str, seed: int, folder: Path) -> Reference:
         for parameter in model.parameters():
             parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
     model.save_pretrained(folder / "gradients")
-    gradients = {name: value for name, value in held(folder / "gradients").items() if "correction_bias" not in name}
+    gradients = {
+        name: value
+        for name, value in held(folder / "gradients").items()
+        if not name.endswith(tiny_models.ROUTER_BIASES)
+    }
     return Reference(str(folder / "model"), logits.detach(), float(loss), choices, gradients, tensors)
 
 
@@ -157,8 +175,8 @@ class Difference:
 
 def difference(ranks: list[dict[str, Any]], expected: Reference, flags: dict[str, Any]) -> Difference:
     """From what the ranks saw; every tensor has to be there, and what pads the vocabulary has no logit."""
-    logits = joined(ranks, lambda rank: rank["logits"], -1)
-    assert bool((logits[:, tiny_models.VOCABULARY :] == torch.finfo(torch.float32).min).all())
+    logits, vocabulary = joined(ranks, lambda rank: rank["logits"], -1), expected.logits.shape[-1]
+    assert bool((logits[:, vocabulary:] == torch.finfo(torch.float32).min).all())
     assert {name for rank in ranks for name in rank["choices"]} == {f"decoder.layers.{n}" for n in expected.choices}
     others = []
     for layer, chosen in expected.choices.items():
@@ -175,7 +193,7 @@ def difference(ranks: list[dict[str, Any]], expected: Reference, flags: dict[str
     }
     which = worst(errors)
     return Difference(
-        float((logits[:, : tiny_models.VOCABULARY] - expected.logits.flatten(0, 1)).abs().max()),
+        float((logits[:, :vocabulary] - expected.logits.flatten(0, 1)).abs().max()),
         largest(abs(rank["loss"] - expected.loss) for rank in ranks),
         others,
         errors[which],

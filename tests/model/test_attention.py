@@ -23,7 +23,8 @@ WIDTHS = {
 
 def core_attention(scale=None, kind=SDPACoreAttention, mask=AttnMaskType.causal, pg_collection=None, **config):
     ranks = 1 if pg_collection is None else pg_collection.cp.size()
-    config = {"context_parallel_size": ranks, "attention_dropout": 0.0, "sequence_parallel": False, **config}
+    plain = {"softmax_type": "vanilla", "window_size": None, "attention_dropout": 0.0, "sequence_parallel": False}
+    config = {"context_parallel_size": ranks, **plain, **config}
     return kind(SimpleNamespace(**config), 1, mask, softmax_scale=scale, pg_collection=pg_collection)
 
 
@@ -34,13 +35,44 @@ def inputs(widths, dtype, length=24, batch=2):
     return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 
 
-def reference(query, key, value, scale):
+def reference(query, key, value, scale, window=None, sinks=None):
     query, key, value = (tensor.double() for tensor in (query, key, value))
     times = query.shape[2] // key.shape[2]
     key, value = key.repeat_interleave(times, 2), value.repeat_interleave(times, 2)
     scores = torch.einsum("sbnd,tbnd->bnst", query, key) * scale
-    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
-    return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), value).flatten(2)
+    places = torch.arange(scores.shape[-1])
+    before = places.unsqueeze(1) - places
+    scores = scores.masked_fill((before < 0) | (before > (len(places) if window is None else window)), float("-inf"))
+    if sinks is None:
+        return torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), value).flatten(2)
+    beside = sinks.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat((scores, beside), -1).softmax(-1)[..., :-1]
+    return torch.einsum("bnst,tbnd->sbnd", weights, value).flatten(2)
+
+
+ALONE = SimpleNamespace(cp=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 6e-4)])
+@pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
+def test_windows_and_sinks_agree_with_the_reference(kind, dtype, bound):
+    sizes = {"num_attention_heads": 4, "tensor_model_parallel_size": 1, "params_dtype": dtype, "softmax_type": kind}
+    for name, window in ((name, window) for name in WIDTHS for window in (None, 1, 5, 7, 22, 23, 40)):
+        windows = {"window_size": None if window is None else (window, 0), "window_attn_skip_freq": [1]}
+        attention = core_attention(0.4, pg_collection=ALONE, **sizes, **windows)
+        ours, theirs = inputs(WIDTHS[name], dtype), inputs(WIDTHS[name], dtype)
+        sinks = torch.zeros(4) if kind == "off-by-one" else None
+        if kind == "learnable":
+            torch.nn.init.normal_(attention.softmax_offset, std=2.0)
+            sinks = attention.softmax_offset.detach().clone().requires_grad_()
+            ours, theirs = [*ours, attention.softmax_offset], [*theirs, sinks]
+        output, wanted = attention(*ours[:3]), reference(*theirs[:3], 0.4, window, sinks)
+        grad = torch.randn(wanted.shape, dtype=torch.float64).to(dtype)
+        output.backward(grad)
+        wanted.backward(grad.double())
+        assert output.dtype == dtype and relative(output, wanted) < bound, (name, window)
+        for got, want in zip(ours, theirs):
+            assert got.grad.dtype == dtype and relative(got.grad, want.grad) < bound, (name, window)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 6e-4)])

@@ -21,6 +21,7 @@ DENSE = {
     "init_method_std": 0.2,
 }
 TIED = "dense mla, no query latent, tied"
+REORDERED = "normed across heads, norms behind"
 MODELS = {
     "dense mla": DENSE,
     TIED: {**DENSE, "q_lora_rank": None, "untie_embeddings_and_output_weights": False},
@@ -32,6 +33,19 @@ MODELS = {
         "num_query_groups": 2,
         "qk_layernorm": True,
         "add_bias_linear": True,
+        "init_method_std": 0.2,
+    },
+    REORDERED: {
+        **SMALL,
+        "moe_ffn_hidden_size": None,
+        "num_attention_heads": 4,
+        "kv_channels": 12,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+        "reordered_norm": True,
+        "norm_epsilon": 1e-2,
         "init_method_std": 0.2,
     },
     "experts": {**PRESETS["tiny"], **SMALL, "init_method_std": 0.1},
@@ -50,11 +64,15 @@ LAYOUTS = [
     (TIED, 2, VPP2),
     ("grouped, biased", 2, SP2),
     ("experts", 2, {**SP2, **EP2, "expert_tensor_parallel_size": 1}),
+    (REORDERED, 2, TP2),
     ("dense mla", 2, OVERLAPPED),
     (TIED, 2, TP2),
     (TIED, 2, PP2),
     ("grouped, biased", 4, {**TP2, **PP2, "decoder_first_pipeline_num_layers": 1}),
     ("experts", 4, {**EP2, **PP2}),
+    (REORDERED, 2, SP2),
+    (REORDERED, 4, {**TP2, **CP2}),
+    (REORDERED, 2, VPP2),
 ]
 
 
@@ -70,7 +88,7 @@ def over(layouts, test):
     return pytest.mark.parametrize(("model", "ranks", "layout"), rows(layouts, test=test), ids=ids)
 
 
-@over(LAYOUTS, test=LAYOUTS[:4])
+@over(LAYOUTS, test=LAYOUTS[:5])
 def test_a_layout_agrees_with_one_rank(once, model, ranks, layout):
     agrees(once, model, ranks, layout)
 

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from torch.profiler import ProfilerActivity, profile
 
 from megatron_moe.config.latent_exchange import exchange_cost
+from megatron_moe.config.model_flags import ModelConfig
 from megatron_moe.config.module_names import SHORT
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, build, replace
@@ -31,6 +32,7 @@ from megatron_moe.model.context_parallel import (
 )
 from megatron_moe.model.generate import next_token_logits
 from megatron_moe.model.mla import Rotary, rotated
+from megatron_moe.model.rotary import Rotation
 from megatron_moe.parallel import groups
 from megatron_moe.parallel.sequence import Documents, by_rank, context_parallel_slice, holder, in_order
 from megatron_moe.precision import table
@@ -394,11 +396,11 @@ def test_rows_by_rank_and_in_order_are_each_others_inverse_and_a_position_is_wit
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_latent_attention_rotates_a_rank_s_rows_for_their_positions_in_the_whole_sequence(rank):
-    config = SimpleNamespace(qk_pos_emb_head_dim=8, rotary_percent=1.0, rotary_base=100.0, rope_type="rope")
+    rotation = Rotation(ModelConfig(rotary_base=100.0), 8)
     x = torch.randn(24, 2, 3, 8)
-    wanted = context_parallel_slice(rotated(x, *Rotary(config).tables(len(x), x.device)), rank, 4, dim=0)
+    wanted = context_parallel_slice(rotated(x, *Rotary(rotation).tables(len(x), x.device)), rank, 4, dim=0)
     part = context_parallel_slice(x, rank, 4, dim=0)
-    assert torch.equal(rotated(part, *Rotary(config, rank, 4).tables(len(part), x.device)), wanted)
+    assert torch.equal(rotated(part, *Rotary(rotation, rank, 4).tables(len(part), x.device)), wanted)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="names the CPU's kernels")

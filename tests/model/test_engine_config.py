@@ -16,10 +16,18 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_moe import platform
 from megatron_moe.config import rules
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.model_flags import ModelConfig
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import Run, replace, sections
 from megatron_moe.model import engine_config
-from megatron_moe.model.engine_config import LayerSettings, ddp_config, optimizer_config, transformer_config
+from megatron_moe.model.engine_config import (
+    AttentionConfig,
+    LayerSettings,
+    ddp_config,
+    optimizer_config,
+    transformer_config,
+)
+from megatron_moe.model.rotary import Rotation
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe_tools.plan.tracing import trace_ranks
 from tests.helpers.rows import rows
@@ -48,6 +56,13 @@ def without(prefix: str, others: dict[str, Any], **fields: Any) -> dict[str, Row
     return {name: (value, others, {name.removeprefix(prefix): value}) for name, value in fields.items()}
 
 
+def rotated(**fields: Any) -> dict[str, Row]:
+    """Rows of fields that say how heads of 64 channels are rotated."""
+    return {
+        name: (value, {}, {"rotation": Rotation(ModelConfig(**{name: value}), 64)}) for name, value in fields.items()
+    }
+
+
 def library(name: str, num_sms: int | None) -> dict[str, Any]:
     return {"dispatcher_settings": {"library": name, "num_sms": num_sms}}
 
@@ -67,6 +82,10 @@ CONFIG: dict[str, Row] = {
     "group_query_attention": (True, {"num_query_groups": 2}, {"num_query_groups": 2}),
     "norm_epsilon": (1e-4, {}, {"layernorm_epsilon": 1e-4}),
     "swiglu": (False, {}, {"gated_linear_unit": False, "activation_func": F.gelu}),
+    "quick_geglu": (True, {"swiglu": False}, {"gated_linear_unit": True, "activation_func": engine_config.quick_gelu}),
+    **same({}, glu_linear_offset=1.0, activation_func_clamp_value=7.0, softmax_type="learnable"),
+    "window_size": ("7,0", {}, {"window_size": (7, 0), "window_attn_skip_freq": [1] * 4}),
+    "window_attn_skip_freq": (2, {"window_size": "7,0"}, {"window_attn_skip_freq": [1, 0, 1, 0]}),
     "attention_backend": ("fused", {}, {"attention_backend": AttnBackend.fused}),
     "num_experts": (8, {}, {"num_moe_experts": 8}),
     "moe_layer_freq": ("[0]+[1]*3", EXPERTS, {"moe_layer_freq": [0, 1, 1, 1]}),
@@ -84,16 +103,15 @@ CONFIG: dict[str, Row] = {
         {"recompute_modules": ["layernorm", "core_attn"]},
     ),
     "qk_clip": (True, {"optimizer": "muon"}, {"log_max_attention_logit": True}),
+    "qk_layernorm_across_heads": (True, {"qk_layernorm": True}, {"qk_layernorm": False}),
     **same({}, hidden_size=128, ffn_hidden_size=96, kv_channels=48, rotary_interleaved=True, qk_layernorm=True),
     **same({}, normalization="RMSNorm", add_bias_linear=True, add_qkv_bias=True, multi_latent_attention=True),
-    **same({}, attention_dropout=0.1, hidden_dropout=0.1, init_method_std=0.3, mtp_num_layers=2),
+    **same({}, softmax_scale=0.3, attention_dropout=0.1, hidden_dropout=0.1, init_method_std=0.3, mtp_num_layers=2),
     **same({}, transformer_impl="transformer_engine", context_parallel_size=2, cp_comm_type="all_gather"),
     **same({}, attention_softmax_in_fp32=False, deterministic_mode=True, gradient_accumulation_fusion=False),
     **same({}, calculate_per_token_loss=True, recompute_granularity="selective"),
     **same({"group_query_attention": True}, num_query_groups=1),
     **same(MLA, q_lora_rank=24, kv_lora_rank=24, qk_head_dim=24, qk_pos_emb_head_dim=24, v_head_dim=24),
-    **same(MLA, rope_type="yarn", rotary_base=5.0, rotary_percent=0.5, rotary_scaling_factor=4.0),
-    **same(MLA, original_max_position_embeddings=64, beta_fast=8.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.7),
     **same({"mtp_num_layers": 1}, mtp_loss_scaling_factor=0.3),
     **same(TP2, sequence_parallel=True, expert_tensor_parallel_size=1),
     **same(EXPERTS, expert_model_parallel_size=2, moe_ffn_hidden_size=48),
@@ -151,6 +169,10 @@ MOE = {
     "moe_shared_expert_intermediate_size": (48, EXPERTS, {"shared_ffn_hidden_size": 48}),
     "moe_shared_expert_gate": (True, EXPERTS, {"shared_gate": True}),
     "calculate_per_token_loss": (True, EXPERTS, {"per_token_loss": True}),
+    "add_bias_linear": (True, EXPERTS, {"biases": True}),
+    "quick_geglu": (True, EXPERTS, {"quick_gelu": True}),
+    "activation_func_clamp_value": (7.0, EXPERTS, {"activation_clamp": 7.0}),
+    "glu_linear_offset": (1.0, EXPERTS, {"linear_offset": 1.0}),
     "recompute_granularity": ("selective", {**EXPERTS, "recompute_modules": ("moe",)}, {"recompute": True}),
     "recompute_modules": (
         ("moe_act", "shared_experts"),
@@ -159,14 +181,24 @@ MOE = {
     ),
 }
 # And for what else our modules are told, LayerSettings.
-LAYER = {
-    "position_embedding_type": ("none", {}, {"rotary": False}),
+LAYER: dict[str, Row] = {
+    "qk_layernorm_after_rotation": (True, {}, {"qk_layernorm_after_rotation": True}),
+    "residual_multiplier": (0.5, {}, {"residual_multiplier": 0.5}),
+    "position_embedding_type": ("none", {}, {"rotation": None}),
+    "qk_pos_emb_head_dim": (24, MLA, {"rotation": Rotation(replace(Run(), **MLA, qk_pos_emb_head_dim=24).model, 24)}),
+    "rotary_percent": (0.5, {}, {"rotation": Rotation(ModelConfig(rotary_percent=0.5), 32)}),
+    **rotated(rotary_base=5.0, rope_type="yarn", rotary_scaling_factor=4.0, original_max_position_embeddings=64),
+    **rotated(beta_fast=8.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.7, attention_factor=1.5),
+    **rotated(yarn_correction_range_round_to_int=False, low_freq_factor=0.5, high_freq_factor=8.0),
+    **rotated(short_factor=(1.0,), long_factor=(2.0,)),
     "mla_cp_exchange": ("expanded", {**MLA, "context_parallel_size": 2}, {"gathers_latents": False}),
     "first_last_layers_bf16": (True, {}, {"bf16_layers": (0, 3)}),
     "num_layers_at_start_in_bf16": (2, {"first_last_layers_bf16": True}, {"bf16_layers": (0, 1, 3)}),
     "num_layers_at_end_in_bf16": (0, {"first_last_layers_bf16": True}, {"bf16_layers": (0,)}),
     "recompute_granularity": ("selective", {}, {"recomputed": ("core_attn",)}),
     "recompute_modules": (("mlp",), SELECTIVE, {"recomputed": ("mlp",)}),
+    **same({"qk_layernorm": True}, qk_layernorm_across_heads=True),
+    **same({}, reordered_norm=True),
 }
 # Read together, where there are streams.
 OVERLAP = {"overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type", "moe_flex_dispatcher_backend"}
@@ -205,6 +237,7 @@ def test_every_field_that_is_read_to_build_a_model_has_a_row_here():
     for file, tables in {
         "model/engine_config.py": (CONFIG, DDP, OPTIMIZER, OVERLAP, LAYER),
         "moe/options.py": (MOE,),
+        "model/rotary.py": (LAYER, CONFIG),
     }.items():
         nodes = [node for node in ast.walk(ast.parse((package / file).read_text())) if isinstance(node, ast.Attribute)]
         # `run.optimizer` is a section, `run.optimizer.optimizer` a field of it
@@ -234,7 +267,7 @@ def test_the_engine_is_given_no_setting_of_our_router():
     given = {"moe_layer_freq", "moe_ffn_hidden_size", "moe_router_dtype"}
     names = {field.name for field in dataclasses.fields(stock) if field.name.startswith("moe_")}
     assert {name for name in names if getattr(config, name) != getattr(stock, name)} == given
-    assert {type(config), type(transformer_config(replace(Run(), **MLA)))} == {TransformerConfig, MLATransformerConfig}
+    assert {type(config), type(transformer_config(replace(Run(), **MLA)))} == {AttentionConfig, MLATransformerConfig}
 
 
 def test_every_option_of_a_moe_layer_has_a_row_here():
@@ -323,7 +356,7 @@ LATENT = {**RANKS, "multi_latent_attention": True, "qk_head_dim": 8, "qk_pos_emb
 AXES: tuple[tuple[dict, ...], ...] = (
     ({"swiglu": True}, {"swiglu": False}),
     ({}, {"add_bias_linear": True}),
-    ({}, {"add_qkv_bias": True}),
+    ({}, {"add_qkv_bias": True}, {"softmax_type": "learnable", "window_size": "3,0"}),
     ({}, {"qk_layernorm": True}),
     ({}, LATENT, {"group_query_attention": True, "num_query_groups": 2}),
     ({}, {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}),

@@ -25,6 +25,15 @@ GROUPED = {
     "num_query_groups": 2,
     "q_lora_rank": None,
 }
+FACTORS = {
+    "qk_layernorm": True,
+    "qk_layernorm_after_rotation": True,
+    "rotary_interleaved": True,
+    "softmax_scale": 0.4,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
 MORE = {"rotary_percent": 0.5, "qk_layernorm": True, "add_qkv_bias": True, "kv_channels": 24}
 YARN = {
     "rope_type": "yarn",
@@ -32,6 +41,13 @@ YARN = {
     "original_max_position_embeddings": 8,
     "mscale": 0.707,
     "mscale_all_dim": 1.0,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rotary_scaling_factor": 3.0,
+    "original_max_position_embeddings": 12,
+    "short_factor": (1.0, 1.5, 2.0, 2.5),
+    "long_factor": (1.0, 3.0, 6.0, 9.0),
 }
 CASES = {
     "latent attention": {},
@@ -42,6 +58,20 @@ CASES = {
     "latent, more predictions": {"mtp_num_layers": 1},
     "grouped-query": GROUPED,
     "grouped-query, part rotated, norms, bias": {**GROUPED, **MORE},
+    "grouped-query, norms after the rotation, factors": {**GROUPED, **FACTORS},
+    "grouped-query, yarn": {**GROUPED, **YARN, "attention_factor": 1.5},
+    # From the thirteenth token on, all are rotated at the frequencies of long sequences
+    "grouped-query, longrope": {**GROUPED, **LONGROPE},
+    "grouped-query, norms of all heads and behind": {
+        **GROUPED,
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+        "reordered_norm": True,
+    },
+    "grouped-query, sinks, windows": {
+        **GROUPED,
+        **{"softmax_type": "learnable", "window_size": "4,0", "window_attn_skip_freq": 2, "add_bias_linear": True},
+    },
     "grouped-query, no positions": {**GROUPED, "position_embedding_type": "none"},
 }
 IMPLIED = ("latent attention", "grouped-query")
@@ -75,7 +105,8 @@ def one_by_one(model, ids, prompt):
 
 
 def whole(model, ids, prompt):
-    return torch.stack([next_token_logits([model], ids, at) for at in range(prompt - 1, LENGTH)])[..., :VOCAB]
+    ends = [(at, at + 2 - at % 2) for at in range(prompt - 1, LENGTH)]  # passes of an even length
+    return torch.stack([next_token_logits([model], ids[:, :end], at) for at, end in ends])[..., :VOCAB]
 
 
 @pytest.mark.parametrize("case", rows(CASES, test=[case for case in CASES if case not in IMPLIED]))

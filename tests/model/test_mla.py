@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.build import LOCAL
 from megatron_moe.model.engine_config import LayerSettings, transformer_config
@@ -61,7 +60,7 @@ def layer_of(run):
         layer_number=1,
         pg_collection=pg_collection,
         recomputed=settings.recomputed,
-        rotary=settings.rotary,
+        rotation=settings.rotation,
         gathers_latents=settings.gathers_latents,
     )
     torch.manual_seed(1)
@@ -126,10 +125,7 @@ def test_without_positions_nothing_is_rotated(one_process):
     assert not torch.allclose(rotating(x)[0][-1], rotating(shuffled)[0][-1], atol=1e-2)
 
 
-def test_a_partly_rotated_width_masks_and_outside_positions_are_refused(one_process):
-    with pytest.raises(ConfigError, match="--rotary-percent 0.5"):
-        layer_of(replace(Run(), **SIZES, rotary_percent=0.5))
-    groups.destroy()
+def test_masks_and_outside_positions_are_refused(one_process):
     layer, x = layer_of(replace(Run(), **SIZES)), torch.randn(4, 1, 32)
     with pytest.raises(ValueError, match="Documents.as_mask"):
         layer(x, attention_mask=torch.ones(1))

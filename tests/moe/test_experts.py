@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from megatron_moe import Float16Module
-from megatron_moe.moe.dispatch import LocalDispatcher
+from megatron_moe.moe.dispatch import ExpertInput, LocalDispatcher
 from megatron_moe.moe.experts import GroupedExperts
 from megatron_moe.moe.grouped_gemm import TorchProduct, grouped_linear_loop
 from megatron_moe.moe.layer import MoELayer
 from megatron_moe.moe.options import MoEOptions, moe_groups
 from megatron_moe.moe.routing import RoutingDecision
 from megatron_moe.moe.rows import copy_rows, sum_copies
+from tests.helpers.errors import relative
 from tests.helpers.routers import config
 
 
@@ -73,6 +74,52 @@ def test_rows_arrive_grouped_by_expert_and_go_home():
     assert expert_input.probs.tolist() == [1, 2, 0, 3, 4, 5]
     assert expert_input.offsets.tolist() == [1, 2, 5, 6]
     assert dispatcher.combine(expert_input.rows, plan).flatten().tolist() == [2, 20, 200]
+
+
+# ---- other gated activations, and biases
+
+
+def plainly(rows: torch.Tensor, probs: torch.Tensor, part: dict[str, torch.Tensor], counts: list[int]) -> torch.Tensor:
+    """Experts one after the other: gate and up at most 1, the slope of the quick GELU, up + 0.5, biases weighed."""
+    outputs = []
+    for e, (own, weight) in enumerate(zip(rows.split(counts), probs.split(counts))):
+        gate, up = (own @ part["weight1"][e, half].t() + part["bias1"][e, half] for half in (0, 1))
+        gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0)
+        hidden = gate * torch.sigmoid(1.702 * gate) * (up + 0.5)
+        outputs.append((hidden @ part["weight2"][e].t() + part["bias2"][e]) * weight.unsqueeze(1))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
+def test_experts_with_biases_and_a_clamped_activation_have_the_gradients_of_plain_ones(dtype, bound, recompute):
+    settings = config(hidden_size=16, moe_ffn_hidden_size=8, num_moe_experts=4, gated_linear_unit=True)
+    options = MoEOptions.from_engine_config(settings)
+    given = {"biases": True, "quick_gelu": True, "activation_clamp": 1.0, "linear_offset": 0.5}
+    options = replace(options, **given, recompute_activation=recompute)
+    experts, counts = GroupedExperts(settings, options, moe_groups()), [3, 0, 5, 4]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    experts.to(dtype)
+    parts = {name: value.detach().double().requires_grad_() for name, value in experts.named_parameters()}
+    rows = torch.randn(12, 16, generator=generator).to(dtype).requires_grad_()
+    probs = torch.rand(12, generator=generator).requires_grad_()
+    exact = [rows.detach().double().requires_grad_(), probs.detach().double().requires_grad_()]
+    offsets = torch.tensor(counts).cumsum(0).to(torch.int32)
+    output = experts(ExpertInput(rows, probs, offsets))
+    wanted = plainly(*exact, parts, counts)
+    grad = torch.randn(output.shape, generator=generator).to(dtype)
+    output.backward(grad)
+    wanted.backward(grad.double())
+    assert output.dtype == dtype and probs.grad.dtype == torch.float32
+    pairs = {"output": (output, wanted), "rows": (rows.grad, exact[0].grad), "probs": (probs.grad, exact[1].grad)}
+    pairs |= {name: (value.grad, parts[name].grad) for name, value in experts.named_parameters()}
+    for name, (got, want) in pairs.items():
+        assert relative(got, want) < bound, name
+    nothing = experts(ExpertInput(rows[:0], probs[:0], torch.zeros(4, dtype=torch.int32)))
+    assert nothing.shape == (0, 16)
 
 
 # ---- widths that the grouped product cannot take

@@ -40,6 +40,8 @@ LENGTH, AT = 64, "at"
 # An Adam whose step is smooth in the gradient: rounding must not decide about a sign.
 FLAGS = {"seq_length": LENGTH, "moe_aux_loss_coeff": (0.0,), "init_method_std": 0.1, "lr": 1e-2, "adam_eps": 1e-2}
 FLAGS |= {"calculate_per_token_loss": True, "global_batch_size": 4, "reset_attention_mask": True}
+SINKS = {"softmax_type": "learnable", "window_size": "5,0", "window_attn_skip_freq": 2, "num_layers": 4}
+MODELS = {**PRESETS, "sinks": {**PRESETS["tiny-gqa"], **SINKS, "add_bias_linear": True}}
 MTP, POSITIONS = {"mtp_num_layers": 1}, {"reset_position_ids": True}
 BOTH = {**CP2, **TP2}
 # (preset, number of the packing, ranks, flags): every pair of two of layout, attention and the rest is in a row.
@@ -48,7 +50,9 @@ PACKED: list[tuple[str, int, int, dict[str, Any]]] = [
     ("tiny", 1, 2, {**CP2, **ALL_AGAIN}),
     ("tiny-gqa", 2, 4, {**CP4, **MTP}),
     ("tiny-gqa", 3, 2, PP2),
+    ("sinks", 17, 2, {**CP2, **EP2}),
     ("tiny-gqa", 4, 1, {**ALL_AGAIN, **SINGLES}),
+    ("sinks", 18, 4, {**CP2, **TP2, **POSITIONS}),
     ("tiny", 5, 2, {**TP2, **MTP}),
     ("tiny", 6, 2, {**CP2, **EXPANDED, **MTP, **POSITIONS}),
     ("tiny", 7, 4, {**CP4, **PARTS_AGAIN}),
@@ -137,7 +141,7 @@ def require_as_alone(
     gloo: Any, preset: str, numbers: Sequence[int], ranks: int, flags: dict[str, Any], **more: Any
 ) -> None:
     own = {name: value for name, value in flags.items() if name in (*MTP, *POSITIONS)}
-    base = {**PRESETS[preset], **FLAGS, **more}
+    base = {**MODELS[preset], **FLAGS, **more}
     (wanted,) = gloo.run(1, trained, run=replace(Run(), **{**base, **own}), numbers=numbers, apart=True)
     run = replace(Run(), **{**base, **flags})
     for found, alone in zip(zip(*gloo.run(ranks, trained, run=run, numbers=numbers)), wanted, strict=True):
@@ -153,7 +157,7 @@ def require_as_alone(
         assert losses == pytest.approx(alone["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize(("preset", "number", "ranks", "flags"), rows(PACKED, test=PACKED[:4]))
+@pytest.mark.parametrize(("preset", "number", "ranks", "flags"), rows(PACKED, test=PACKED[:5]))
 def test_each_document_of_a_packing_trains_as_it_does_alone(gloo, preset, number, ranks, flags):
     require_as_alone(gloo, preset, [number], ranks, flags)
 

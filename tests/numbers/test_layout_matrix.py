@@ -67,7 +67,27 @@ def balanced(*losses: str) -> dict[str, Any]:
 
 
 TIED = {"untie_embeddings_and_output_weights": False, "qk_layernorm": False, "moe_layer_freq": "[1,0,1,1]"}
+# Norms over all heads together, and behind attention and MLP, as in OLMo 2
+OLMO = {"qk_layernorm": True, "qk_layernorm_across_heads": True, "reordered_norm": True}
 DENSE = {"num_experts": None, "moe_ffn_hidden_size": None, "moe_layer_freq": 1, "add_bias_linear": True}
+# Factors of Granite, the norms of Hunyuan, the router and the pairs of ERNIE
+FACTORS = {
+    "qk_layernorm": True,
+    "qk_layernorm_after_rotation": True,
+    "rotary_interleaved": True,
+    "softmax_scale": 0.4,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "moe_router_enable_expert_bias": True,
+}
+# A window shorter than a rank's chunks, layers with and without it, halves that the clamp cuts off.
+GPT_OSS = {
+    **GQA,
+    **{"moe_layer_freq": 1, "add_bias_linear": True, "softmax_type": "learnable", "window_size": "3,0"},
+    **{"window_attn_skip_freq": "[1,0,1,1]", "quick_geglu": True, "glu_linear_offset": 1.0},
+    "activation_func_clamp_value": 0.4,
+}
 # Name -> (flags of the model, number of the samples).
 MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "deepseek": (MLA, 3),
@@ -78,6 +98,9 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "capacity": ({**MLA, "moe_expert_capacity_factor": 1.0, "moe_router_bias_update_rate": 1e-2}, 1),
     "tied": ({**MLA, **TIED, "moe_shared_expert_gate": True}, 0),
     "dense": ({**GQA, **DENSE}, 0),
+    "factors": ({**GQA, **FACTORS, "mtp_num_layers": 1}, 0),
+    "olmo": ({**GQA, **OLMO, "norm_epsilon": 1e-3}, 1),
+    "gpt-oss": (GPT_OSS, 0),
 }
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -100,6 +123,7 @@ OVERLAP = {"overlap_grad_reduce": True}
 GATHER = {**SHARDED, **OVERLAP, "overlap_param_gather": True, "ddp_bucket_size": 1}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 ALL_AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CORE_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "core_attn", "layernorm")}
 PARTS_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ("moe_act", "layernorm", "mla_up_proj")}
 SINGLES = {"micro_batch_size": 1}
 FUSED = {"cross_entropy_loss_fusion": True}
@@ -129,6 +153,11 @@ PAIRS: list[Row] = [
     ("tied", 4, {"tied alone": TIED_ALONE, "dp2": {}, "sharded": SHARDED}),
     ("dense", 4, {"tp2": {"tensor_model_parallel_size": 2}, "cp2": CP2, "gather": GATHER}),
     ("dense", 4, {"pp2": PP2, "dp2": {}, "sharded": SHARDED}),
+    ("factors", 4, {"tp2": TP2, "further at end": FURTHER_AT_END, "gather": GATHER, "fused": FUSED}),
+    ("factors", 4, {"cp2": CP2, "ep2": EP2, "zero3": ZERO3, "recomputed": CORE_AGAIN}),
+    ("olmo", 4, {"tp2": TP2, "cp2": CP2, "ep2": EP2, "etp1": ETP1, "zero3": ZERO3, "all recomputed": ALL_AGAIN}),
+    ("gpt-oss", 4, {"tp2": TP2, "cp2": CP2, "ep2": EP2, "etp2": ETP2, "core recomputed": CORE_AGAIN}),
+    ("gpt-oss", 4, {"cp2": CP2, "vpp": VPP, "ep2": EP2, "allgather": ALLGATHER}),
 ]
 # One part alone, which says more of what is wrong, other stages of a pipeline, and more ranks.
 FURTHER: list[Row] = [
@@ -140,11 +169,19 @@ FURTHER: list[Row] = [
     ("capacity", 2, {"tp2": TP2}),
     ("tied", 2, {"pp2": PP2, "last1": LAST1}),
     ("tied", 2, {"vpp": VPP, "sharded": SHARDED}),
+    ("olmo", 2, {"tp2": TP2}),
+    ("olmo", 4, {"tp2": TP2, "vpp": VPP, "gather": GATHER, "fused": FUSED}),
+    ("olmo", 4, {"tp2": TP2, "dp2": {}, "zero2": ZERO2}),
     ("deepseek", 4, {"tp2": TP2, "ep4": EP4, "etp1": ETP1}),
     ("deepseek", 4, {"cp4": CP4, "ep2": EP2}),
     ("deepseek", 4, {"uneven": UNEVEN}),
     ("every loss", 4, {"tp2": TP2, "ep2": EP2, "etp1": ETP1, "zero3": ZERO3}),
     ("per token", 4, {"ep4": EP4, "singles": SINGLES, "sharded": SHARDED}),
+    ("gpt-oss", 4, {"cp2": CP2, "dp2": {}, "ep2": EP2, "zero3": ZERO3, "all recomputed": ALL_AGAIN}),
+    ("gpt-oss", 2, {"ep2": EP2, "zero2": ZERO2, "loop": LOOP}),
+    ("gpt-oss", 2, {"tp2": TP2, "fused": FUSED}),
+    ("gpt-oss", 4, {"cp4": CP4, "sharded": SHARDED}),
+    ("gpt-oss", 4, {"tp2": TP2, "dp2": {}, "ep4": EP4, "etp1": ETP1, "gather": GATHER}),
     ("deepseek", 8, {"tp2": TP2, "pp2": PP2, "ep2": EP2, "etp1": ETP1, "sharded": SHARDED}),
     ("deepseek", 8, {"cp4": CP4, "vpp": VPP, "ep4": EP4}),
     ("every loss", 8, {"tp2": TP2, "cp2": CP2, "ep2": EP2, "etp2": ETP2}),

@@ -113,6 +113,23 @@ def test_a_layout_trains_its_groups_as_one_rank_does(gloo: Any, once: Any, layou
     require_close(one, gloo.run(ranks, trained, flags={**FLAGS, **changes}))
 
 
+def decays_of_biases() -> dict[str, float]:
+    trainer = Trainer({**STORED, **PLAIN, "multi_latent_attention": False, "qk_layernorm": False, **BIASED})
+    return {name: decay for name, (_, decay, _) in settings(trainer).items()}
+
+
+BIASED = {"add_bias_linear": True, "softmax_type": "learnable", "q_lora_rank": None}
+
+
+def test_neither_biases_of_experts_nor_sinks_are_decayed(gloo: Any) -> None:
+    (found,) = gloo.run(1, decays_of_biases)
+    left_out = ("bias", "bias1", "bias2", "softmax_offset")
+    kinds = {name.rpartition(".")[2] for name in found}
+    assert kinds >= set(left_out)
+    for name, decay in found.items():
+        assert decay == (0.0 if name.endswith(left_out) or "norm" in name else 0.5), name
+
+
 def test_either_name_of_a_tied_table_names_both() -> None:
     for name in module_names.TABLES:
         found = module_names.group_settings(build({**TINY, **STORED, **TIED, "lr_mult": (f"{name}=4",)}))

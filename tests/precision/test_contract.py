@@ -14,7 +14,7 @@ from megatron_moe import MoELayer, TopKRouter
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build
 from megatron_moe.model.cross_entropy import linear_cross_entropy
-from megatron_moe.moe.experts import weighted_swiglu
+from megatron_moe.moe.experts import GatedActivation, weighted_glu, weighted_swiglu, with_weighted_bias
 from megatron_moe.moe.grouped_gemm import gate_product
 from megatron_moe.platform.numerics import without_autocast
 from megatron_moe.precision.contract import Emits, PrecisionError, declared_fp32_state, make_island
@@ -292,8 +292,17 @@ def passed(function: Any, inputs: list[torch.Tensor], under: Under) -> list[torc
     return [out.detach(), *(one.grad for one in own if one.is_floating_point())]
 
 
+CLAMPED = GatedActivation(1.702, 0.5, 1.0)
 FUNCTIONS = {
     "activation": (weighted_swiglu, lambda r, dtype: [r(64, 32).to(dtype), r(64).abs()]),
+    "clamped activation": (
+        lambda rows, probs, bias: weighted_glu(rows, probs, bias, torch.arange(64) // 16, CLAMPED),
+        lambda r, dtype: [r(64, 32).to(dtype), r(64).abs(), r(4, 2, 16).to(dtype)],
+    ),
+    "second bias": (
+        lambda rows, probs, bias: with_weighted_bias(rows, probs, bias, torch.arange(64) // 16, slice(8, 24)),
+        lambda r, dtype: [r(64, 32).to(dtype), r(64).abs(), r(4, 16).to(dtype)],
+    ),
     "gate": (lambda x, w: gate_product(x, w, torch.float32), lambda r, dtype: [r(64, 32).to(dtype), r(8, 32)]),
     "loss": (linear_cross_entropy, lambda r, dtype: [r(64, 32).to(dtype), r(48, 32).to(dtype), torch.arange(64) % 48]),
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_moe.config import schema
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.model_flags import NO_LOSSES, QUANTILE
+from megatron_moe.config.model_flags import NO_LOSSES, QUANTILE, ROPE_SETTINGS
 from megatron_moe.config.rules.rule import (
     Refusal,
     divisors,
@@ -19,6 +19,7 @@ from megatron_moe.config.rules.rule import (
     set_among,
     stage_flags,
     unread,
+    value,
 )
 from megatron_moe.config.schema import Run
 
@@ -35,11 +36,10 @@ refuse(
     when=lambda run: run.model.group_query_attention and run.model.num_query_groups is None,
 )
 unread(
-    ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
+    ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     "multi_latent_attention",
     "only latent attention reads these; add --multi-latent-attention or drop them",
     in_megatron=True,
-    refused_there=("rope_type",),
 )
 
 
@@ -50,6 +50,9 @@ unread(
         "num_query_groups",
         "kv_channels",
         "add_qkv_bias",
+        "qk_layernorm_after_rotation",
+        "softmax_scale",
+        "qk_layernorm_across_heads",
         "rotary_percent",
         "rotary_interleaved",
     ),
@@ -59,6 +62,52 @@ unread(
     is_read=lambda run: not run.model.multi_latent_attention,
     in_megatron=True,
     refused_there=("rotary_percent", "rotary_interleaved"),
+)
+unread(
+    ("qk_layernorm_after_rotation", "qk_layernorm_across_heads"),
+    "qk_layernorm",
+    "queries and keys have no norm; add --qk-layernorm or drop it",
+)
+refuse(
+    "norms_and_factors_are_of_local_layers",
+    ("transformer_impl",),
+    "these were not tried with Transformer Engine's layers; use --transformer-impl local",
+    when=lambda run: run.model.transformer_impl != "local",
+    any_of=(
+        "qk_layernorm_after_rotation",
+        "softmax_scale",
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+        "qk_layernorm_across_heads",
+    ),
+)
+refuse(
+    "norms_of_all_heads_are_before_the_rotation",
+    ("qk_layernorm_across_heads", "qk_layernorm_after_rotation"),
+    "a norm of all heads comes before the rotation; drop one of them",
+    when=lambda run: run.model.qk_layernorm_across_heads and run.model.qk_layernorm_after_rotation,
+)
+refuse(
+    "reordered_norms_are_checked",
+    ("reordered_norm",),
+    "with norms behind attention and MLP these were not checked; drop them, or --reordered-norm",
+    when=lambda run: run.model.reordered_norm,
+    any_of=(
+        "transformer_impl",
+        "multi_latent_attention",
+        "mtp_num_layers",
+        "fp32_residual_connection",
+        "fp8_format",
+        "overlap_moe_expert_parallel_comm",
+        "fine_grained_activation_offloading",
+    ),
+)
+refuse(
+    "reordered_norms_are_not_recomputed",
+    ("recompute_modules", "reordered_norm"),
+    "norms alone are recomputed before attention and MLP, and these are behind them; drop layernorm",
+    when=lambda run: run.model.reordered_norm and "layernorm" in run.derived.recomputed_modules,
 )
 refuse(
     "latent_attention_needs_rotary_embedding",
@@ -86,21 +135,58 @@ refuse(
     lambda run: f"the heads must divide by the groups; use groups out of {divisors(run.model.num_attention_heads)}",
     when=lambda run: run.model.num_attention_heads % run.derived.num_query_groups,
 )
-YARN_FIELDS = (
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
+refuse(
+    "stretched_frequencies_are_rotary",
+    ("rope_type", "position_embedding_type"),
+    "without rotary positions there are no frequencies to stretch; drop one of them",
+    when=lambda run: run.model.rope_type != "rope" and run.model.position_embedding_type != "rope",
 )
-unread(YARN_FIELDS, "rope_type", "only yarn reads these; use --rope-type yarn or drop them", at="yarn")
-refuse(  # latent attention does not read it in Megatron-LM
-    "rotary_frequencies_are_not_scaled",
-    ("use_rope_scaling",),
-    "frequencies are not scaled; drop it where the sequence is not longer than the model was made for",
-    when=lambda run: run.model.use_rope_scaling,
+refuse(
+    "latent_attention_is_stretched_by_yarn",
+    ("rope_type", "multi_latent_attention"),
+    "no model with latent attention has this kind to compare with; use --rope-type yarn",
+    when=lambda run: run.model.multi_latent_attention and run.model.rope_type not in ("rope", "yarn"),
 )
+
+
+@rule()
+def rope_settings_are_read(run: Run) -> None:
+    """Refuse settings of another kind of rotary embedding."""
+    read = ROPE_SETTINGS.get(run.model.rope_type, ())
+    for kind, names in ROPE_SETTINGS.items():
+        stray = [name for name in set_among(run, names) if name not in read]
+        if stray:
+            raise Refusal((*stray, "rope_type"), f"is not read; use --rope-type {kind} or drop it")
+
+
+refuse(
+    "a_factor_stretches",
+    ("rope_type", "rotary_scaling_factor"),
+    "a factor of 1 changes nothing; say how many times as long the context is, e.g. --rotary-scaling-factor 8",
+    when=lambda run: run.model.rope_type in ("linear", "llama3") and run.model.rotary_scaling_factor == 1,
+)
+refuse(
+    "llama3_factors_are_ordered",
+    ("low_freq_factor", "high_freq_factor"),
+    "the first must be below the second; e.g. 1 and 4",
+    when=lambda run: run.model.rope_type == "llama3" and run.model.low_freq_factor >= run.model.high_freq_factor,
+)
+
+
+@rule()
+def longrope_has_a_factor_for_each_pair(run: Run) -> None:
+    """Require LongRoPE's two lists to be as long as half of the rotated width."""
+    m = run.model
+    if m.rope_type != "longrope":
+        return
+    pairs = int(run.derived.head_size * m.rotary_percent) // 2
+    for name in ("short_factor", "long_factor"):
+        if len(value(run, name) or ()) != pairs:
+            raise Refusal(
+                (name,), f"LongRoPE has a divisor for each of the {pairs} rotated pairs of a head: give {pairs}"
+            )
+
+
 # Frequencies are kept above beta-fast rotations and interpolated below beta-slow, with a ramp between them, which is a
 # step where both are equal (Kimi-K2).
 refuse(
@@ -597,15 +683,46 @@ def flex_dispatcher_can_work(run: Run) -> None:
         )
 
 
+refuse(
+    "experts_are_gated",
+    ("swiglu", "num_experts"),
+    "experts are gated MLPs; use --swiglu or --quick-geglu, or a dense model",
+    when=lambda run: run.moe.num_experts is not None and not run.derived.gated,
+)
+unread(
+    ("glu_linear_offset", "activation_func_clamp_value"),
+    ("swiglu", "quick_geglu"),
+    "only gated layers read these; add --swiglu or --quick-geglu, or drop them",
+    is_read=lambda run: run.derived.gated,
+    in_megatron=True,
+)
+
+
+def _plain_experts(run: Run) -> bool:
+    m = run.model
+    return not (m.add_bias_linear or m.quick_geglu or m.glu_linear_offset or m.activation_func_clamp_value)
+
+
 @rule()
-def experts_are_gated_and_unbiased(run: Run) -> None:
-    """Require SwiGLU without biases, since the grouped experts have gate, up and down matrices alone."""
-    if run.moe.num_experts is None:
+def biased_experts_can_work(run: Run) -> None:
+    """Refuse what was made for experts without biases and with plain SwiGLU."""
+    if run.moe.num_experts is None or _plain_experts(run):
         return
-    if not run.model.swiglu:
-        raise Refusal(("swiglu", "num_experts"), "experts are gated SiLU MLPs; use --swiglu, or a dense model")
-    if run.model.add_bias_linear:
+    names = set_among(run, ("add_bias_linear", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"))
+    if run.derived.fp8_format_of_experts is not None:
         raise Refusal(
-            ("add_bias_linear", "num_experts"),
-            "experts have no biases; use --disable-bias-linear, with --add-qkv-bias where the attention needs them",
+            (*names, "fp8_format", "fp8_modules"),
+            "experts in FP8 are plain SwiGLU without biases; use --fp8-modules without experts",
+        )
+    if run.moe.overlap_moe_expert_parallel_comm:
+        raise Refusal(
+            (*names, "overlap_moe_expert_parallel_comm"),
+            "two micro-batches at a time were not tried with such experts; drop --overlap-moe-expert-parallel-comm",
+        )
+    ranks = run.derived.expert_tensor_parallel_size
+    if run.model.add_bias_linear and run.model.hidden_size % ranks:
+        raise Refusal(
+            ("add_bias_linear", "hidden_size", "expert_tensor_parallel_size"),
+            f"each of {ranks} ranks adds its share of an expert's bias; use"
+            f" --hidden-size {nearest_multiples(run.model.hidden_size, ranks)}",
         )

@@ -345,13 +345,18 @@ unread(
 
 @rule()
 def recompute_layers_within_stage(run: Run) -> None:
-    """Require that no stage recomputes more layers than it has."""
-    chunk = max(len(stage.layers) for stage in run.derived.pipeline_stages)
-    count = run.training.recompute_num_layers
+    """Require that no stage recomputes more layers than it has, and that groups of layers divide each stage."""
+    layers = [len(stage.layers) for stage in run.derived.pipeline_stages]
+    chunk, count = max(layers), run.training.recompute_num_layers
     if count is not None and count > chunk:
         raise Refusal(
             ("recompute_num_layers", "num_layers", "pipeline_model_parallel_size"),
             f"a stage has {chunk} layers; use --recompute-num-layers {chunk} or less",
+        )
+    if run.training.recompute_method == "uniform" and any(number % (count or 1) for number in layers):
+        raise Refusal(
+            ("recompute_num_layers", "recompute_method"),
+            f"stages have {', '.join(map(str, sorted(set(layers))))} layers, which groups of {count} don't divide",
         )
 
 

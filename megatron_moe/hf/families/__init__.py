@@ -12,7 +12,15 @@ _FILES = """
     deepseek_v2 deepseek_v3
     mixtral
     qwen2_moe qwen3_moe
-    glm4_moe
+    glm4_moe glm4_moe_lite
+    dots1 solar_open
+    ernie4_5_moe hunyuan_v1_moe
+    granitemoe granitemoeshared
+    olmoe flex_olmo
+    minimax_m2
+    bailing_moe_v2
+    llama qwen2 qwen3 mistral olmo2
+    gpt_oss
 """.split()
 """In this order a model that was trained here is offered to them, and the first whose format describes it is taken."""
 FAMILIES: dict[str, Family] = {
@@ -21,26 +29,21 @@ FAMILIES: dict[str, Family] = {
 
 REFUSED: dict[str, str] = {}
 for _reason, _kinds in {
-    "it is a dense model, and mixtures of experts are converted": (
-        "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox olmo olmo2 phi phi3"
+    "its layers are others than those of the dense models here": (
+        "gemma gemma2 gemma3_text glm glm4 gpt2 gpt_neox olmo phi phi3"
     ),
     "it is a model of several modalities, and the text model is not converted alone": (
         "kimi_k25 kimi_vl deepseek_vl_v2 qwen3_vl_moe glm4v_moe"
     ),
     "the first DeepSeek-MoE has no latent attention and its own format": "deepseek",
     "its attention reads a selection of the keys, which the attention here does not": "deepseek_v32 glm_moe_dsa",
-    "it is GLM with latent attention, which is not one of the combinations checked here": "glm4_moe_lite",
-    "it normalises queries and keys over all heads together, and the attention here over each head": (
-        "olmoe flex_olmo minimax_m2"
-    ),
-    "its attention has sinks and its experts have biases and a clamped activation": "gpt_oss",
     "most of its attention is a gated delta rule": "qwen3_next qwen3_5_moe",
     "most of its attention is a linear attention": "kimi_linear minimax",
     "its experts weigh their input, and its attention is cut into chunks": "llama4 llama4_text",
     "it clips queries, keys and values and normalises by LayerNorm": "dbrx",
-    "it chooses by sparsemixer and normalises by LayerNorm": "phimoe",
+    "it chooses by sparsemixer, and its norms, attention and output layer have biases": "phimoe",
     "most of its layers are state-space models": "jamba",
-    "it scales embeddings, residuals and logits by multipliers": "granitemoe",
+    "most of its layers may be state-space models, which a mixture of experts here has not": "granitemoehybrid",
 }.items():
     REFUSED |= dict.fromkeys(_kinds.split(), _reason)
 

@@ -17,15 +17,10 @@ def read(keys: Keys) -> dict[str, Any]:
     """
     parts.no_window(keys)
     experts = parts.expert_count(keys, "num_local_experts", "num_experts")
-    chosen = parts.topk(keys, experts)
     return {
         **parts.attention(keys),
         "num_experts": experts,
-        "moe_router_topk": chosen,
-        "moe_router_score_function": "softmax",
-        # the softmax over one chosen expert is 1, and the gate has no gradient: it is applied before the choice
-        "moe_router_pre_softmax": chosen == 1,
-        "moe_router_norm_topk_prob": True if chosen == 1 else None,
+        **parts.softmax_of_chosen(parts.topk(keys, experts)),
     }
 
 
