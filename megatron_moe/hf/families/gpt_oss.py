@@ -86,4 +86,5 @@ FAMILY = Family(
     reads="sinks, `layer_types` with windows, biases, `swiglu_limit`, MXFP4",
     refuses="`attention_bias` false, another `swiglu_alpha`",
     names=TensorNames(router="mlp.router.weight", fused="mlp.experts."),
+    served_untied=True,
 )
