@@ -31,6 +31,11 @@ def imported(folder: Path) -> None:
     published("deepseek-v2", 6, folder, torch.bfloat16)
 
 
+def sparse_family(folder: Path) -> None:
+    """A small model of gpt-oss' or OLMoE's architecture, as the folder is called."""
+    published("gpt-oss" if "oss" in folder.name else "olmoe", 6, folder, torch.bfloat16)
+
+
 def chats(path: Path) -> None:
     """Forty questions, each with an answer; the last one has none."""
     asked = [[{"role": "user", "content": f"What is {i} + 1?"}] for i in range(41)]
@@ -51,6 +56,8 @@ INPUTS = {
     "corpus.jsonl": corpus,
     "models/DeepSeek-V2-Lite": imported,
     "models/theirs": imported,
+    "models/gpt-oss-20b": sparse_family,
+    "models/OLMoE-1B-7B-0924": sparse_family,
 }
 
 

@@ -46,4 +46,5 @@ FAMILY = Family(
     models="dots.llm1",
     reads="groups, any `head_dim`, `layer_types` of full attention",
     refuses="`attention_bias`, sliding windows",
+    served_untied=True,
 )

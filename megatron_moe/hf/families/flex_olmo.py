@@ -30,4 +30,5 @@ FAMILY = Family(
     reads="`num_experts` or `num_local_experts`, `norm_topk_prob`",
     refuses="`attention_bias`",
     names=TensorNames(norms=("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")),
+    served_untied=True,
 )

@@ -41,4 +41,5 @@ FAMILY = Family(
     reads="`mlp_layer_types`, groups, yarn, multi-token prediction",
     refuses="`attention_bias`, `rope_interleave` false, dense layers behind others",
     predicts=True,
+    served_untied=True,
 )

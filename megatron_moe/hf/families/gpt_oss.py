@@ -86,4 +86,5 @@ FAMILY = Family(
     reads="sinks, `layer_types` with windows, biases, `swiglu_limit`, MXFP4",
     refuses="`attention_bias` false, another `swiglu_alpha`",
     names=TensorNames(router="mlp.router.weight", stacked="mlp.experts.", interleaved=True),
+    served_untied=True,
 )

@@ -95,6 +95,11 @@ def write(run: Run) -> dict[str, Any]:
     return {
         **parts.attention_keys(run),
         "intermediate_size": width,
+        # transformers has no such keys; vLLM and SGLang build neither norms nor a shared expert without them
+        "use_qk_norm": True,
+        "use_mixed_mlp_moe": True,
+        "num_shared_expert": 1,
+        "moe_intermediate_size": width,
         "num_experts": run.moe.num_experts,
         "moe_topk": run.moe.moe_router_topk,
         "pad_token_id": None,  # else transformers takes token 0 for padding

@@ -70,4 +70,5 @@ FAMILY = Family(
         router="block_sparse_moe.gate.weight",
         router_bias="block_sparse_moe.e_score_correction_bias",
     ),
+    served_untied=True,
 )

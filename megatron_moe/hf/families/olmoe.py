@@ -29,4 +29,5 @@ FAMILY = Family(
     models="OLMoE-1B-7B",
     reads="`num_experts` or `num_local_experts`, `norm_topk_prob`",
     refuses="`clip_qkv`, `attention_bias`",
+    served_untied=True,
 )

@@ -50,4 +50,5 @@ FAMILY = Family(
     models="Solar-Open-100B",
     reads="`attention_bias`, groups",
     refuses="dense layers, `use_qk_norm`, `partial_rotary_factor` other than 1",
+    served_untied=True,
 )
