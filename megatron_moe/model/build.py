@@ -298,9 +298,10 @@ def layer_spec(
     config: EngineConfig, settings: LayerSettings, chosen: Parts, pg_collection: ProcessGroups, moe: bool
 ) -> ModuleSpec:
     """Return one transformer layer: attention, then the MoE layer or a dense MLP, each after its norm or before it."""
-    head_norm = chosen.norm if config.qk_layernorm and not settings.qk_layernorm_after_rotation else None
+    head_norm = chosen.norm if config.qk_layernorm else None
     core = MeasuredCoreAttention if config.log_max_attention_logit else chosen.core_attention
     if settings.qk_layernorm_after_rotation:
+        head_norm = IdentityOp  # 0.19.2 asks for norms in the spec
         core = MeasuredNormedCoreAttention if config.log_max_attention_logit else NormedCoreAttention
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal}
     attention: type = SelfAttentionNormedAcrossHeads if settings.qk_layernorm_across_heads else SelfAttention
