@@ -152,7 +152,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rms_norm_eps": 1e-2, "rope_parameters": _PLAIN,
     }),
     "flex-olmo": ("FlexOlmo", {
-        **_GROUPED_QUERY, "intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 5, "norm_topk_prob": True,
+        **_GROUPED_QUERY, "intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 5, "norm_topk_prob": False,
         "rms_norm_eps": 1e-2, "rope_parameters": {**_PLAIN, "rope_theta": 5e5},
     }),
     "minimax-m2": ("MiniMaxM2", {
