@@ -97,7 +97,7 @@ class Angles(RotaryEmbedding):
         offset: the number of positions before them.
         """
         device, end = self.inv_freq.device, offset + max_seq_len
-        on_device: dict[bool, Tensor] = vars(self).setdefault("_on_device", {})
+        on_device: dict[bool, Tensor] = self.__dict__.setdefault("_on_device", {})
         if (is_long := self.rotation.is_long(end)) not in on_device:
             on_device[is_long] = self.rotation.frequencies(end).to(device)
         return torch.outer(torch.arange(offset, end, dtype=torch.float32, device=device), on_device[is_long])

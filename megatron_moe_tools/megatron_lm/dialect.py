@@ -319,7 +319,7 @@ def _stretched(args: Mapping[str, Any]) -> dict[str, Any]:
 def stretched_there(run: Run) -> dict[str, Any] | None:
     """Return the arguments that stretch a model's rotary frequencies; None if Megatron-LM has none for its kind."""
     model, kind = run.model, run.model.rope_type
-    found = {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
+    found: dict[str, Any] = {"use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
     if kind == "rope" or model.multi_latent_attention:
         as_there = model.attention_factor is None and model.yarn_correction_range_round_to_int
         return found if as_there else None
