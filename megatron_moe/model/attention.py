@@ -84,8 +84,9 @@ class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
         self.scale = softmax_scale
         # Under sequence parallelism the engine has switched to the rank's own random stream around the whole layer.
         self.own_stream = not config.sequence_parallel
-        has_window = config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]
-        self.window = config.window_size[0] if has_window else None
+        self.window: int | None = None
+        if config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]:
+            self.window = config.window_size[0]
         self.softmax_type = config.softmax_type
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
@@ -265,7 +266,7 @@ def largest_in_pieces(
     places = None if documents is None else documents.places
     keys = all_gather_sequence(key, over.group, places) if over.gathers else key
     largest = [query.new_full(query.shape[2:3], -math.inf, dtype=torch.float32)]
-    for rows, queries, own, earlier, padding in over.pieces(query.shape[0], documents):
+    for rows, queries, own, earlier, padding, _ in over.pieces(query.shape[0], documents):
         if padding:
             continue
         seen = keys[earlier.start : own.stop, rows]

@@ -332,10 +332,10 @@ def attend_pieces(
         at, merged = (piece.rows, slice(None), piece.queries), None
         for seen, causal, reverse in piece.blocks():
             block = (piece.rows, slice(None), seen)
-            operands = query[at], key[block], value[block]
+            operands: tuple[Tensor, ...] = query[at], key[block], value[block]
             if reverse:
                 operands = tuple(operand.flip(2) for operand in operands)
-            found = attend_block(*operands, scale, causal)
+            found = attend_block(*operands, scale=scale, causal=causal)
             if reverse:
                 found = found[0].flip(2), found[1].flip(2)
             merged = found if merged is None else _merged(merged, found)
@@ -369,10 +369,10 @@ def piece_gradients(
         at = (piece.rows, slice(None), piece.queries)
         for seen, causal, reverse in piece.blocks():
             block = (piece.rows, slice(None), seen)
-            operands = grad[at], query[at], key[block], value[block], context[at], logsumexp[at]
+            operands: tuple[Tensor, ...] = grad[at], query[at], key[block], value[block], context[at], logsumexp[at]
             if reverse:
                 operands = tuple(operand.flip(2) for operand in operands)
-            shares = block_gradients(*operands, scale, causal)
+            shares: tuple[Tensor, ...] = block_gradients(*operands, scale=scale, causal=causal)
             if reverse:
                 shares = tuple(share.flip(2) for share in shares)
             grad_query[at] += shares[0]
@@ -402,7 +402,7 @@ def attend_with_torch(
     key, value, grouped = for_kernels(query, over.whole(key, documents), over.whole(value, documents))
     attend = platform.kernel(F.scaled_dot_product_attention)
     by_row: dict[int | None, list[Tensor]] = {}
-    for rows, queries, own, earlier, _ in over.pieces(query.shape[2], documents):
+    for rows, queries, own, earlier, *_ in over.pieces(query.shape[2], documents):
         seen = slice(earlier.start, own.stop)
         # The mask is a description and not a matrix. Its tensor class cannot be created under a dispatch mode, so the
         # modes that audit or count operations are disabled while it is.

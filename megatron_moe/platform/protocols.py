@@ -106,6 +106,7 @@ class EngineConfig(Protocol):
     activation_func_clamp_value: float | None
     glu_linear_offset: float
     softmax_type: str
+    tensor_model_parallel_size: int
     window_size: tuple[int, int] | None
     window_attn_skip_freq: Sequence[int]
     add_bias_linear: bool
