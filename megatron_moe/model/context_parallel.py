@@ -335,7 +335,7 @@ def attend_pieces(
             operands: tuple[Tensor, ...] = query[at], key[block], value[block]
             if reverse:
                 operands = tuple(operand.flip(2) for operand in operands)
-            found = attend_block(*operands, scale, causal)
+            found = attend_block(*operands, scale=scale, causal=causal)
             if reverse:
                 found = found[0].flip(2), found[1].flip(2)
             merged = found if merged is None else _merged(merged, found)
@@ -372,7 +372,11 @@ def piece_gradients(
             operands: tuple[Tensor, ...] = grad[at], query[at], key[block], value[block], context[at], logsumexp[at]
             if reverse:
                 operands = tuple(operand.flip(2) for operand in operands)
+<<<<<<< HEAD
             shares: tuple[Tensor, ...] = block_gradients(*operands, scale, causal)
+=======
+            shares: tuple[Tensor, ...] = block_gradients(*operands, scale=scale, causal=causal)
+>>>>>>> b_oss
             if reverse:
                 shares = tuple(share.flip(2) for share in shares)
             grad_query[at] += shares[0]

@@ -43,6 +43,13 @@ class AttentionConfig(TransformerConfig):
     yarn_mscale: float = 0.0
     yarn_mscale_all_dim: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Check as the engine does, except that biased experts may be split over ranks: the engine's may not."""
+        split: int | None = self.expert_tensor_parallel_size
+        self.expert_tensor_parallel_size = 1
+        super().__post_init__()
+        self.expert_tensor_parallel_size = split
+
 
 def params_dtype(run: Run) -> torch.dtype:
     """Return the dtype of weights and activations."""
@@ -89,18 +96,10 @@ def transformer_config(run: Run) -> TransformerConfig:
         fields["overlap_moe_expert_parallel_comm"] = True
         fields["moe_token_dispatcher_type"] = moe.moe_token_dispatcher_type
         fields["moe_flex_dispatcher_backend"] = moe.moe_flex_dispatcher_backend
-    # The engine refuses biases with split experts for its own experts' sake.
-    split = {} if moe.num_experts is None else {"expert_tensor_parallel_size": fields["expert_tensor_parallel_size"]}
-    if split and model.add_bias_linear:
-        fields["expert_tensor_parallel_size"] = 1
-    if model.multi_latent_attention:
-        config = MLATransformerConfig(**fields, **{name: getattr(model, name) for name in _LATENT})
-    else:
+    if not model.multi_latent_attention:
         rotation = Rotation.from_run(run)
-        config = AttentionConfig(**fields, yarn_mscale=0.0 if rotation is None else rotation.amplitude - 1)
-    for name, value in split.items():
-        setattr(config, name, value)
-    return config
+        return AttentionConfig(**fields, yarn_mscale=0.0 if rotation is None else rotation.amplitude - 1)
+    return MLATransformerConfig(**fields, **{name: getattr(model, name) for name in _LATENT})
 
 
 def _sizes(run: Run) -> dict[str, Any]:

@@ -240,10 +240,18 @@ class HuggingFaceSink(ConversionSink):
         self.table = mapping(self.run, self.family.names)
         source.names = set(self.table.hf_shapes)
         self._pieces = self.table.by_place
+<<<<<<< HEAD
         self.packed: str | None = "fp8" if self.options.fp8 else "mxfp4" if self.options.mxfp4 else None
         if self.packed is not None and (self.packed == "mxfp4") != self.family.names.interleaved:
             works = "bf16 and mxfp4 are" if self.packed == "fp8" else "bf16 and fp8 are"
             raise ConfigError(f"--dtype {self.packed}: {self.family.name} is not published in it; {works}")
+=======
+        self.packed: str | None = None
+        if self.options.fp8 or self.options.mxfp4:
+            self.packed = "fp8" if self.options.fp8 else "mxfp4"
+        if self.packed is not None and (self.packed == "mxfp4") != (self.family.names.fused is not None):
+            raise ConfigError(f"--dtype {self.packed}: {self.family.name} is not published in it; use --dtype bf16")
+>>>>>>> b_oss
         if self.packed == "mxfp4":
             self._require_whole_blocks()
         if self.options.fp8 and (self.family.names.stacked is not None or "{e}" not in self.family.names.experts):
@@ -515,13 +523,14 @@ class HuggingFaceSink(ConversionSink):
         for name, tensor in zip(_names(piece, block), transform.to_hf(values)):
             entry: Row = {"name": name, "shape": list(tensor.shape)}
             if self._is_packed(piece):  # each weight followed by its scales
-                fp8 = self.options.fp8
-                weight = rounded(tensor) if fp8 else packed(tensor)
+                if self.options.fp8:
+                    weight, stored, kind, suffix = rounded(tensor), name, dtype_name(FP8), hf_folder.SCALE
+                else:
+                    weight, stored, kind = packed(tensor), name + hf_folder.PACKED, hf_folder.MXFP4
+                    suffix = hf_folder.PACKED_SCALES
                 rounded_values.append(weight.values)
-                stored = name if fp8 else name + hf_folder.PACKED
-                kind = dtype_name(FP8) if fp8 else hf_folder.MXFP4
                 entry |= {"dtype": kind, "sha256": write_tensor(opened, stored, weight.numbers)}
-                scale = {"name": name + (hf_folder.SCALE if fp8 else hf_folder.PACKED_SCALES)}
+                scale = {"name": name + suffix}
                 scale["sha256"] = write_tensor(opened, scale["name"], weight.scales)
                 entry |= {"scale": scale, "rounding": weight.error}
             else:

@@ -148,8 +148,9 @@ def one_process(run: Run, dtype: torch.dtype = torch.float32, layers: int | None
         if run.moe.num_experts is not None:
             kept["moe_layer_freq"] = str(list(run.derived.moe_layer_pattern[:layers]))
         windowed = run.derived.window_pattern[:layers]
-        kept["window_attn_skip_freq"] = str(list(windowed)) if any(windowed) else None
-        kept["window_size"] = kept["window_size"] if any(windowed) else None
+        kept["window_attn_skip_freq"] = str(list(windowed))
+        if not any(windowed):
+            kept |= {"window_size": None, "window_attn_skip_freq": None}
     result = schema.build(kept)
     if result.moe.num_experts is not None and (result.model.hidden_size % 8 or result.derived.moe_ffn_hidden_size % 8):
         # torch's grouped product needs rows of whole 16 bytes

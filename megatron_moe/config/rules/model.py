@@ -732,6 +732,11 @@ def biased_experts_can_work(run: Run) -> None:
             (*names, "overlap_moe_expert_parallel_comm"),
             "two micro-batches at a time were not tried with such experts; drop --overlap-moe-expert-parallel-comm",
         )
+    if run.model.multi_latent_attention and run.model.add_bias_linear:
+        raise Refusal(
+            ("add_bias_linear", "multi_latent_attention"),
+            "biases were not tried with latent attention and experts; use --disable-bias-linear",
+        )
     ranks = run.derived.expert_tensor_parallel_size
     if run.model.add_bias_linear and run.model.hidden_size % ranks:
         raise Refusal(
