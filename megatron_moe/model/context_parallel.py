@@ -372,11 +372,7 @@ def piece_gradients(
             operands: tuple[Tensor, ...] = grad[at], query[at], key[block], value[block], context[at], logsumexp[at]
             if reverse:
                 operands = tuple(operand.flip(2) for operand in operands)
-<<<<<<< HEAD
-            shares: tuple[Tensor, ...] = block_gradients(*operands, scale, causal)
-=======
             shares: tuple[Tensor, ...] = block_gradients(*operands, scale=scale, causal=causal)
->>>>>>> b_oss
             if reverse:
                 shares = tuple(share.flip(2) for share in shares)
             grad_query[at] += shares[0]

@@ -240,18 +240,11 @@ class HuggingFaceSink(ConversionSink):
         self.table = mapping(self.run, self.family.names)
         source.names = set(self.table.hf_shapes)
         self._pieces = self.table.by_place
-<<<<<<< HEAD
-        self.packed: str | None = "fp8" if self.options.fp8 else "mxfp4" if self.options.mxfp4 else None
-        if self.packed is not None and (self.packed == "mxfp4") != self.family.names.interleaved:
-            works = "bf16 and mxfp4 are" if self.packed == "fp8" else "bf16 and fp8 are"
-            raise ConfigError(f"--dtype {self.packed}: {self.family.name} is not published in it; {works}")
-=======
         self.packed: str | None = None
         if self.options.fp8 or self.options.mxfp4:
             self.packed = "fp8" if self.options.fp8 else "mxfp4"
-        if self.packed is not None and (self.packed == "mxfp4") != (self.family.names.fused is not None):
+        if self.packed is not None and (self.packed == "mxfp4") != self.family.names.interleaved:
             raise ConfigError(f"--dtype {self.packed}: {self.family.name} is not published in it; use --dtype bf16")
->>>>>>> b_oss
         if self.packed == "mxfp4":
             self._require_whole_blocks()
         if self.options.fp8 and (self.family.names.stacked is not None or "{e}" not in self.family.names.experts):

@@ -79,11 +79,7 @@ def test_another_number_of_positions_leaves_the_model_as_it_was(case):
         assert [("yarn" in note, "sliding_window" in note) for note in notes] == about
         theirs, as_it_was = loaded(changed).config, loaded(config).config
         assert theirs.max_position_embeddings == 8192
-<<<<<<< HEAD
-        assert (getattr(theirs, "sliding_window", None) or None) == (window if windowed else None)
-=======
         assert (getattr(theirs, "sliding_window", None) or 0) == window * windowed
->>>>>>> b_oss
         assert theirs.rope_parameters == as_it_was.rope_parameters
 
 
