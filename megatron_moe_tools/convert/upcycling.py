@@ -51,8 +51,8 @@ class UpcycledSource(RemadeSource):
         self.become(run, {**given, "moe_ffn_hidden_size": self.plan.width}, facts, words)
         if not self.plan.router_std:
             self.notes.append(
-                "--upcycle-router zeros: all scores are equal at first, and all tokens choose the same experts; balance "
-                "them from the first step, by --moe-router-enable-expert-bias or an auxiliary loss"
+                "--upcycle-router zeros: all scores are equal at first, and all tokens choose the same experts; "
+                "balance from the first step, by --moe-router-enable-expert-bias or an auxiliary loss"
             )
 
     def _source_of(self, key: str) -> str:
