@@ -17,7 +17,7 @@ from tests.config.refused import refused
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-OTHER_PROGRAMS = {"--max-restarts", "--trace", "--no-load"}
+OTHER_PROGRAMS = {"--max-restarts", "--trace", "--no-load", "--upcycle"}
 """Flags of torchrun and of our tools that a reason names."""
 
 
