@@ -38,12 +38,9 @@ if TYPE_CHECKING:  # flags and folders are checked before torch is loaded
 
 DONE, NOT_VERIFIED = 0, 1
 FORMATS = ("hf", "native", "megatron")
-<<<<<<< HEAD
 PACKED = ("fp8", "mxfp4")
 """Formats of fewer bits, in which folders of Hugging Face are written."""
-=======
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
->>>>>>> b_up
 _UPCYCLING = ("moe_upcycling_granularity", "upcycle_router", "upcycle_noise", "seed")
 _CHANGES = ("prune", "merge", "reinit")
 """What is done to experts; the first words of flags."""

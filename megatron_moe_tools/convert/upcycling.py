@@ -52,11 +52,7 @@ class UpcycledSource(RemadeSource):
         if not self.plan.router_std:
             self.notes.append(
                 "--upcycle-router zeros: all scores are equal at first, and all tokens choose the same experts; "
-<<<<<<< HEAD
-                "balance them from the first step, by --moe-router-enable-expert-bias or an auxiliary loss"
-=======
                 "balance from the first step, by --moe-router-enable-expert-bias or an auxiliary loss"
->>>>>>> b_up
             )
 
     def _source_of(self, key: str) -> str:
