@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -332,7 +332,7 @@ def attend_pieces(
         at, merged = (piece.rows, slice(None), piece.queries), None
         for seen, causal, reverse in piece.blocks():
             block = (piece.rows, slice(None), seen)
-            operands: tuple[Tensor, ...] = query[at], key[block], value[block]
+            operands: Any = query[at], key[block], value[block]
             if reverse:
                 operands = tuple(operand.flip(2) for operand in operands)
             found = attend_block(*operands, scale=scale, causal=causal)
@@ -369,7 +369,7 @@ def piece_gradients(
         at = (piece.rows, slice(None), piece.queries)
         for seen, causal, reverse in piece.blocks():
             block = (piece.rows, slice(None), seen)
-            operands: tuple[Tensor, ...] = grad[at], query[at], key[block], value[block], context[at], logsumexp[at]
+            operands: Any = grad[at], query[at], key[block], value[block], context[at], logsumexp[at]
             if reverse:
                 operands = tuple(operand.flip(2) for operand in operands)
             shares: tuple[Tensor, ...] = block_gradients(*operands, scale=scale, causal=causal)

@@ -45,7 +45,7 @@ class AttentionConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         """Check as the engine does, except that biased experts may be split over ranks: the engine's may not."""
-        split: int | None = self.expert_tensor_parallel_size
+        split = self.expert_tensor_parallel_size  # type: ignore[has-type]
         self.expert_tensor_parallel_size = 1
         super().__post_init__()
         self.expert_tensor_parallel_size = split

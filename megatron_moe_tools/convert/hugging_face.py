@@ -448,7 +448,8 @@ class HuggingFaceSink(ConversionSink):
         blocks += [dataclasses.replace(first[original], copy=name) for name, original in self.copies.items()]
         shards: list[list[Block | str]] = [[]]
         filled = 0
-        for block in (*blocks, *self.carried):
+        every: list[Block | str] = [*blocks, *self.carried]
+        for block in every:
             size = self._bytes([block])
             if shards[-1] and filled + size > self.options.max_shard_bytes:
                 shards.append([])
