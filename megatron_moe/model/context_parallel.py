@@ -335,7 +335,7 @@ def attend_pieces(
             operands: Any = query[at], key[block], value[block]
             if reverse:
                 operands = tuple(operand.flip(2) for operand in operands)
-            found = attend_block(*operands, scale=scale, causal=causal)
+            found = attend_block(*operands, scale, causal)
             if reverse:
                 found = found[0].flip(2), found[1].flip(2)
             merged = found if merged is None else _merged(merged, found)
@@ -372,7 +372,7 @@ def piece_gradients(
             operands: Any = grad[at], query[at], key[block], value[block], context[at], logsumexp[at]
             if reverse:
                 operands = tuple(operand.flip(2) for operand in operands)
-            shares: tuple[Tensor, ...] = block_gradients(*operands, scale=scale, causal=causal)
+            shares: tuple[Tensor, ...] = block_gradients(*operands, scale, causal)
             if reverse:
                 shares = tuple(share.flip(2) for share in shares)
             grad_query[at] += shares[0]
