@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -312,6 +312,11 @@ class _FlashInPieces(torch.autograd.Function):
         return *found, None, None, None, None, grad_sinks
 
 
+def _in_order(reverse: bool, *tensors: Tensor) -> list[Tensor]:
+    """Return tensors [B, n, S, ...] as they are, or with their tokens in reverse order."""
+    return [tensor.flip(2) for tensor in tensors] if reverse else list(tensors)
+
+
 def attend_pieces(
     query: Tensor, key: Tensor, value: Tensor, scale: float, pieces: list[Piece]
 ) -> tuple[Tensor, Tensor]:
@@ -332,13 +337,9 @@ def attend_pieces(
         at, merged = (piece.rows, slice(None), piece.queries), None
         for seen, causal, reverse in piece.blocks():
             block = (piece.rows, slice(None), seen)
-            operands: Any = query[at], key[block], value[block]
-            if reverse:
-                operands = tuple(operand.flip(2) for operand in operands)
-            found = attend_block(*operands, scale, causal)
-            if reverse:
-                found = found[0].flip(2), found[1].flip(2)
-            merged = found if merged is None else _merged(merged, found)
+            queries, keys, values = _in_order(reverse, query[at], key[block], value[block])
+            context, logsumexp = _in_order(reverse, *attend_block(queries, keys, values, scale, causal))
+            merged = (context, logsumexp) if merged is None else _merged(merged, (context, logsumexp))
         assert merged is not None, "each query sees its own key"
         contexts[at], logsumexps[at] = merged[0][..., :width], merged[1]
     return contexts, logsumexps
@@ -369,12 +370,10 @@ def piece_gradients(
         at = (piece.rows, slice(None), piece.queries)
         for seen, causal, reverse in piece.blocks():
             block = (piece.rows, slice(None), seen)
-            operands: Any = grad[at], query[at], key[block], value[block], context[at], logsumexp[at]
-            if reverse:
-                operands = tuple(operand.flip(2) for operand in operands)
-            shares: tuple[Tensor, ...] = block_gradients(*operands, scale, causal)
-            if reverse:
-                shares = tuple(share.flip(2) for share in shares)
+            queries, keys, values = _in_order(reverse, query[at], key[block], value[block])
+            grads, contexts, logsums = _in_order(reverse, grad[at], context[at], logsumexp[at])
+            found = block_gradients(grads, queries, keys, values, contexts, logsums, scale, causal)
+            shares = _in_order(reverse, *found)
             grad_query[at] += shares[0]
             grad_key[block] += shares[1]
             grad_value[block] += shares[2]
