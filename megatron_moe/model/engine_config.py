@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_moe import platform
 from megatron_moe.config.model_flags import LATENT
 from megatron_moe.config.pipeline_layout import LETTERS
+from megatron_moe.config.rotary import amplitude
 from megatron_moe.config.schema import Run
 from megatron_moe.model.norm import residual_dtype
 from megatron_moe.model.rotary import Rotation
@@ -97,8 +98,7 @@ def transformer_config(run: Run) -> TransformerConfig:
         fields["moe_token_dispatcher_type"] = moe.moe_token_dispatcher_type
         fields["moe_flex_dispatcher_backend"] = moe.moe_flex_dispatcher_backend
     if not model.multi_latent_attention:
-        rotation = Rotation.from_run(run)
-        return AttentionConfig(**fields, yarn_mscale=0.0 if rotation is None else rotation.amplitude - 1)
+        return AttentionConfig(**fields, yarn_mscale=amplitude(model) - 1)
     return MLATransformerConfig(**fields, **{name: getattr(model, name) for name in _LATENT})
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_moe import platform
-from megatron_moe.config.rotary import yarn_magnitude
+from megatron_moe.config.rotary import amplitude, yarn_magnitude
 from megatron_moe.engine.layers import AttnMaskType, MegatronModule, checkpoint
 from megatron_moe.engine.modules import DeepcopyKeepsGroups
 from megatron_moe.kernels.choice import has_kernel
@@ -332,6 +332,7 @@ class Rotary:
 
     def __init__(self, rotation: Rotation, cp_rank: int = 0, cp_size: int = 1) -> None:
         self.rotation, self._cp_rank, self._cp_size = rotation, cp_rank, cp_size
+        self.amplitude = amplitude(rotation.model)
         self._tables: dict[tuple[int, torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def join(self, rest: Tensor, positional: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -360,7 +361,7 @@ class Rotary:
             if parts > 1:
                 positions = context_parallel_slice(positions, self._cp_rank, parts)
             angles = torch.outer(positions, self.rotation.frequencies(length))[:, None, None, :]
-            cos, sin = self.rotation.amplitude * angles.cos(), self.rotation.amplitude * angles.sin()
+            cos, sin = self.amplitude * angles.cos(), self.amplitude * angles.sin()
             self._tables[key] = cos.to(device), sin.to(device)
         return self._tables[key]
 

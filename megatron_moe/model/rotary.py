@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron_moe.config.model_flags import ModelConfig
-from megatron_moe.config.rotary import amplitude
 from megatron_moe.config.schema import Run
 from megatron_moe.engine.layers import RotaryEmbedding
 
@@ -54,11 +53,6 @@ class Rotation:
             return 1.0 / (torch.tensor(factors) * periods)
         kept = 1 - self._yarn_ramp() if model.rope_type == "yarn" else self._llama3_share(frequencies)
         return frequencies / factor * (1 - kept) + frequencies * kept
-
-    @property
-    def amplitude(self) -> float:
-        """The factor of the cosines and sines of the rotation."""
-        return amplitude(self.model)
 
     def _yarn_ramp(self) -> Tensor:
         """Return how far each pair is on the way from fast frequencies, 0, to slow ones, 1."""

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.presets import PRESETS, PUBLISHED
-from megatron_moe.config.rotary import change
+from megatron_moe.config.rotary import amplitude, change
 from megatron_moe.config.rules import check_model
 from megatron_moe.config.schema import Run, build, flatten, replace
 from megatron_moe.hf import config as hf_config
@@ -201,7 +201,7 @@ SCALES = [
 def rotation(run: Run) -> tuple[torch.Tensor, float, float]:
     """Frequencies, amplitude of cosine and sine, and scale of the softmax, of our latent attention."""
     rotation = Rotation.from_run(run)
-    return rotation.frequencies(1), rotation.amplitude, mla.softmax_scale(run.model, rotation)
+    return rotation.frequencies(1), amplitude(run.model), mla.softmax_scale(run.model, rotation)
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def test_a_model_is_trained_on_with_another_rotary_embedding_where_its_type_is_g
         written, (note,) = hf_config.with_rotation(said, read(said).flat, run)
         assert note == f"config.json: {says}"
         assert hf_config.differences(run, read(written).flat) == []
-        assert loaded(written).model.rotary_emb.attention_scaling == pytest.approx(Rotation.from_run(run).amplitude)
+        assert loaded(written).model.rotary_emb.attention_scaling == pytest.approx(amplitude(run.model))
         assert hf_config.with_rotation(written, read(written).flat, run) == (written, [])
     assert "--rope-type beside it" in message_of("--load-hf", where, "--rotary-base", "77")
 

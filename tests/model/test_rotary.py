@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_moe.config.model_flags import ROPE_SETTINGS
+from megatron_moe.config.rotary import amplitude
 from megatron_moe.config.schema import Run, replace
 from megatron_moe.model.rotary import Rotation
 from tests.helpers.rows import rows
@@ -54,9 +55,9 @@ def test_frequencies_and_amplitude_are_those_of_transformers(kind, seed):
     )
     original = settings.get("original_max_position_embeddings", 10)
     for length in (original, original + 1):
-        wanted, amplitude = ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=length)
+        wanted, factor = ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=length)
         torch.testing.assert_close(rotation.frequencies(length), wanted, rtol=ROUNDING, atol=0)
-        assert rotation.amplitude == pytest.approx(amplitude, rel=1e-15)
+        assert amplitude(rotation.model) == pytest.approx(factor, rel=1e-15)
 
 
 def test_a_plain_rotation_is_transformers_bit_for_bit():
@@ -66,4 +67,4 @@ def test_a_plain_rotation_is_transformers_bit_for_bit():
         config = LlamaConfig(head_dim=width, rope_parameters={"rope_type": "default", "rope_theta": base})
         rotation = Rotation.from_run(replace(Run(), kv_channels=width, rotary_base=base))
         assert torch.equal(rotation.frequencies(7), LlamaRotaryEmbedding(config).inv_freq)
-        assert rotation.amplitude == 1
+        assert amplitude(rotation.model) == 1
