@@ -13,6 +13,7 @@ from megatron_moe.hf.family import Family
 def read(keys: Keys) -> dict[str, Any]:
     """Return Qwen2's settings: queries, keys and values have biases."""
     parts.no_window(keys, switched=True)
+    keys.only("use_mrope", (False,), "a token has one position here")
     return {**parts.dense(keys), "add_qkv_bias": True}
 
 
