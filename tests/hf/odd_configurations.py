@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_moe.config.model_flags import ROPE_SETTINGS
 from megatron_moe.hf.family import TensorNames
 from tests.helpers import tiny_models
 
@@ -25,7 +26,7 @@ EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 SHARED = {
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 72),
-    **dict.fromkeys(("n_shared_experts", "moe_num_shared_experts"), 3),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 3),
 }
 
 
@@ -39,6 +40,30 @@ def _fewer_groups(settings: Settings) -> Settings:
 
 def _rope(settings: Settings, **changes: Any) -> Settings:
     return {"rope_parameters": {**settings["rope_parameters"], **changes}}
+
+
+def _head_width(settings: Settings) -> int:
+    return settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]  # type: ignore[no-any-return]
+
+
+STRETCHED: Settings = {"factor": 4.0, "original_max_position_embeddings": 8}
+
+
+def _stretched(kind: str, **changes: Any) -> Callable[[Settings], Settings | None]:
+    """Frequencies of another kind, stretched within the length of a test; latent attention has yarn alone."""
+
+    def changed(settings: Settings) -> Settings | None:
+        said = settings["rope_parameters"]
+        if said["rope_type"] == kind or (_latent(settings) and kind not in ("default", "yarn")):
+            return None
+        kept = {key: value for key, value in said.items() if key == "partial_rotary_factor"}
+        found = {"rope_type": kind, "rope_theta": 100.0, **kept, **changes}
+        if kind == "longrope":
+            pairs = int(_head_width(settings) * kept.get("partial_rotary_factor", 1.0)) // 2
+            found |= {"short_factor": [1.0] * pairs, "long_factor": [1.0 + 0.5 * pair for pair in range(pairs)]}
+        return {"rope_parameters": found}
+
+    return changed
 
 
 def _set(*names: str, to: Any) -> Callable[[Settings], Settings | None]:
@@ -66,7 +91,11 @@ def _latent(settings: Settings) -> bool:
 def _widths_of_heads(settings: Settings) -> Settings | None:
     if _latent(settings):
         return {"qk_nope_head_dim": 20, "qk_rope_head_dim": 12, "v_head_dim": 28}
-    return {"head_dim": 40} if "head_dim" in settings else None
+    if "head_dim" not in settings:
+        return None
+    pairs, rope = 20, settings["rope_parameters"]
+    of_pairs = {name: [*rope[name], *rope[name]][:pairs] for name in ("short_factor", "long_factor") if name in rope}
+    return {"head_dim": 2 * pairs, **_rope(settings, **of_pairs)}
 
 
 def _key_groups(count: int) -> Callable[[Settings], Settings | None]:
@@ -74,6 +103,10 @@ def _key_groups(count: int) -> Callable[[Settings], Settings | None]:
         return None if _latent(settings) else {"num_key_value_heads": count}
 
     return changed
+
+
+def _two_heads(settings: Settings) -> Settings:
+    return {"num_attention_heads": 2, "num_key_value_heads": 2 if _latent(settings) else 1}
 
 
 def _rank_of_queries(settings: Settings) -> Settings | None:
@@ -87,6 +120,7 @@ def _one_layer(settings: Settings) -> Settings:
         "first_k_dense_replace": 0,
         "mlp_layer_types": ["sparse"],
         "indexer_types": ["full"],
+        "layer_types": ["sliding_attention"],
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
         "moe_layer_start_index": 0,
@@ -153,6 +187,7 @@ def _factors(settings: Settings) -> Settings | None:
 
 CONFIGURATIONS: dict[str, Callable[[Settings], Settings | None]] = {
     "widths of heads": _widths_of_heads,
+    "two heads": _two_heads,
     "one key": _key_groups(1),
     "a key for each head": _key_groups(4),
     "queries' rank": _rank_of_queries,
@@ -161,6 +196,11 @@ CONFIGURATIONS: dict[str, Callable[[Settings], Settings | None]] = {
     "epsilon": _set("rms_norm_eps", "layer_norm_eps", "norm_eps", to=3e-3),
     "base": lambda settings: _rope(settings, rope_theta=7001.0),
     "share rotated": _share_rotated,
+    "not stretched": _stretched("default"),
+    "yarn": _stretched("yarn", **STRETCHED, beta_fast=1.0, beta_slow=0.05, mscale=0.8, mscale_all_dim=1.1),
+    "linear": _stretched("linear", factor=2.5),
+    "llama3": _stretched("llama3", **STRETCHED, low_freq_factor=0.1, high_freq_factor=1.0),
+    "longrope": _stretched("longrope", **STRETCHED, attention_factor=1.3),
     "one layer": _one_layer,
     "one chosen": _one_chosen,
     "all chosen": _all_chosen,
@@ -171,8 +211,14 @@ CONFIGURATIONS: dict[str, Callable[[Settings], Settings | None]] = {
     "scale of experts": _set("routed_scaling_factor", to=1.7),
     "factors": _factors,
     "one group": lambda settings: _fewer_groups(settings) if (settings.get("n_group") or 1) > 1 else None,
-    "biases": _toggled("attention_bias", "qkv_bias"),
+    "biases": _toggled("attention_bias", "qkv_bias", "use_qkv_bias"),
     "norms of heads": _toggled("use_qk_norm"),
+    "a window of two": _set("sliding_window", to=2),
+    "windows in turn": lambda settings: (
+        {"layer_types": ["full_attention", "sliding_attention"] * 2} if "layer_types" in settings else None
+    ),
+    "no windows": lambda settings: {"layer_types": ["full_attention"] * 4} if "layer_types" in settings else None,
+    "limit": _set("swiglu_limit", to=1.9),
     "widths": _widths,
     "bfloat16": lambda settings: {},
     "the hub's spelling": lambda settings: {},
@@ -180,9 +226,12 @@ CONFIGURATIONS: dict[str, Callable[[Settings], Settings | None]] = {
 """Name -> what it changes, of a case's settings; None where the family has nothing to change."""
 
 _WEIGHT_IS_ONE = {"one chosen": "the weight of one expert is 1, and what reaches its router is rounding"}
+_STRETCHED_IN_NONE = dict.fromkeys(("yarn", "linear", "llama3", "longrope"), "its rotation is not stretched there")
 NOT_OF: dict[str, dict[str, str]] = {
-    **dict.fromkeys(("ernie4-5-moe", "ernie4-5-moe-interval", "hunyuan-v1-moe"), _WEIGHT_IS_ONE),
-    **dict.fromkeys(("granitemoe", "granitemoeshared"), _WEIGHT_IS_ONE),
+    **dict.fromkeys(("ernie4-5-moe", "ernie4-5-moe-interval"), _WEIGHT_IS_ONE),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "gpt-oss"), _WEIGHT_IS_ONE),
+    "hunyuan-v1-moe": {**_WEIGHT_IS_ONE, **_STRETCHED_IN_NONE},
+    **dict.fromkeys(("bailing-moe-v2", "qwen3-vl-moe"), _STRETCHED_IN_NONE),
     "deepseek-v2": {"weights of experts": "transformers reads no norm_topk_prob there"},
     "minimax-m2": {"one chosen": "its weight is always 1, and what reaches its router is rounding"},
 }
@@ -328,6 +377,20 @@ def _layers_exchanged(tensors: Tensors, names: TensorNames, settings: Settings) 
     return changed
 
 
+def _packed_by_group(tensors: Tensors, names: TensorNames, settings: Settings) -> Tensors:
+    """Take one tensor of queries, keys and values as group after group, each with its queries, key and value."""
+    if len(names.query_key_value) > 1:
+        return tensors
+    heads, groups = settings["num_attention_heads"], settings["num_key_value_heads"]
+    whose = torch.arange(heads + 2 * groups).view(groups, -1)
+    order = torch.cat([whose[:, :-2].flatten(), whose[:, -2], whose[:, -1]])
+    return _each(
+        tensors,
+        f"{names.query_key_value[0]}.weight",
+        lambda value: value.view(len(order), -1, value.shape[-1])[order].reshape(value.shape),
+    )
+
+
 def _transposed(tensors: Tensors, suffix: str) -> Tensors:
     """The numbers of the transposed matrix, in the shape that it has."""
     return _each(tensors, suffix, lambda value: value.t().reshape(value.shape))
@@ -348,7 +411,17 @@ OF_TENSORS: dict[str, Callable[[Tensors, TensorNames, Settings], Tensors | None]
         t, f"{n.query_key_value[0]}.weight", lambda value: value.roll(1, 0)
     ),
     "keys for values": lambda t, n, s: _exchange(t, "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "queries, keys and values packed by group": _packed_by_group,
     "biases of attention left out": lambda t, n, s: _each(t, "_proj.bias", torch.zeros_like),
+    "biases of keys left out": lambda t, n, s: _each(t, "k_proj.bias", torch.zeros_like),
+    "sinks left out": lambda t, n, s: _each(t, ".sinks", torch.zeros_like),
+    "sinks rolled": lambda t, n, s: _each(t, ".sinks", lambda value: value.roll(1)),
+    "biases of experts left out": lambda t, n, s: _each(t, "gate_up_proj_bias", torch.zeros_like),
+    "biases of experts rolled": lambda t, n, s: _each(t, "down_proj_bias", lambda value: value.roll(1, 0)),
+    "biases of gate and up not in turn": lambda t, n, s: _each(
+        t, "gate_up_proj_bias", lambda value: value.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    ),
+    "router's linear bias left out": lambda t, n, s: _each(t, "router.bias", torch.zeros_like),
     "another half rotated": _interleaved,
     "values behind keys": _values_behind_keys,
     "latent norm left out": lambda t, n, s: _each(t, "kv_a_layernorm.weight", torch.ones_like),
@@ -385,7 +458,21 @@ def _instead(name: str, other: Any) -> Callable[[Settings], Settings | None]:
     return changed
 
 
-def _dense_off_by_one(flat: Settings) -> Settings:
+def _of_rope(name: str, other: Any) -> Callable[[Settings], Settings | None]:
+    """Another value of a setting that this kind of frequencies reads."""
+    instead = _instead(name, other)
+    return lambda flat: instead(flat) if name in ROPE_SETTINGS.get(flat["rope_type"], ()) else None
+
+
+def _amplitude_one(flat: Settings) -> Settings | None:
+    """Latent attention's amplitude is one in these models already."""
+    read = "attention_factor" in ROPE_SETTINGS.get(flat["rope_type"], ())
+    return {"attention_factor": 1.0} if read and not flat["multi_latent_attention"] else None
+
+
+def _dense_off_by_one(flat: Settings) -> Settings | None:
+    if flat["num_experts"] is None:
+        return None
     layers = flat["num_layers"]
     return {"moe_layer_freq": f"[0]*{layers - 1}+[1]" if flat.get("moe_layer_freq", 1) == 1 else 1}
 
@@ -394,8 +481,15 @@ OF_SETTINGS: dict[str, Callable[[Settings], Settings | None]] = {
     "epsilon": _instead("norm_epsilon", 1e-6),
     "base of the rotation": _instead("rotary_base", lambda base: base * 2),
     "share rotated": _instead("rotary_percent", lambda share: 0.5 if share == 1.0 else 1.0),
-    "no yarn": _instead("rope_type", lambda kind: "rope"),
-    "yarn's factor": _instead("rotary_scaling_factor", lambda factor: factor / 2),
+    "not stretched": _instead("rope_type", "rope"),
+    "linear instead": lambda flat: {"rope_type": "linear"} if flat["rope_type"] in ("yarn", "llama3") else None,
+    "factor of the stretch": _of_rope("rotary_scaling_factor", lambda factor: factor / 2),
+    "context before the stretch": _of_rope("original_max_position_embeddings", lambda context: 2 * context),
+    "amplitude": _amplitude_one,
+    "yarn's end of the ramp": _of_rope("beta_slow", lambda turns: 2 * turns),
+    "llama3's long waves": _of_rope("low_freq_factor", lambda turns: turns / 2),
+    "llama3's short waves": _of_rope("high_freq_factor", lambda turns: 2 * turns),
+    "longrope's factors": _of_rope("long_factor", lambda factors: factors[::-1]),
     "yarn's scale": _instead("mscale_all_dim", 0.0),
     "scale of experts": _instead("moe_router_topk_scaling_factor", None),
     "weights of experts": _instead("moe_router_norm_topk_prob", lambda normed: not normed),
@@ -418,6 +512,15 @@ OF_SETTINGS: dict[str, Callable[[Settings], Settings | None]] = {
     "norms of each head": _instead("qk_layernorm_across_heads", lambda across: not across),
     "norms on the other side": _instead("reordered_norm", lambda behind: not behind),
     "no biases": _instead("add_qkv_bias", False),
+    "no biases anywhere": _instead("add_bias_linear", False),
+    "no sinks": _instead("softmax_type", lambda kind: "vanilla"),
+    "no windows": _instead("window_size", lambda window: None),
+    "a window longer by one": _instead("window_size", lambda window: f"{int(window.split(',')[0]) + 1},0"),
+    "windows in all layers": _instead("window_attn_skip_freq", lambda freq: None),
+    "windows in other layers": _instead("window_attn_skip_freq", 2),
+    "SiLU": _instead("quick_geglu", False),
+    "offset of up": _instead("glu_linear_offset", 0.0),
+    "limit": _instead("activation_func_clamp_value", lambda limit: 2 * limit),
     "output tied": _instead("untie_embeddings_and_output_weights", lambda untied: not untied),
     "no shared expert": _instead("moe_shared_expert_intermediate_size", lambda width: None),
     "no expert bias": _instead("moe_router_enable_expert_bias", False),

@@ -54,10 +54,10 @@ def test_odd_settings_of_a_family_compute_what_transformers_computes(
     gloo: Any, tmp_path: Path, case: str, request: pytest.FixtureRequest
 ) -> None:
     every = request.config.getoption("--all")
-    names, seeds = list(odd.odd_settings(case)), SEEDS if every else SEEDS[:1]
+    names, every = list(odd.odd_settings(case)), request.config.getoption("--all")
     assert len(names) >= 12
-    # Every seed with others, three of five of all; twelve and more.
-    drawn = [(name, seed) for place, name in enumerate(names) for seed in seeds if (place + seed) % 5 < 3]
+    # Each with one seed, in turn; make test computes three of five.
+    drawn = [(name, SEEDS[place % 4]) for place, name in enumerate(names) if every or place % 5 < 3]
     expected = {(name, seed): odd_reference(case, name, seed, tmp_path / f"{name}-{seed}") for name, seed in drawn}
     folders = [one.folder for one in expected.values()]
     seen = gloo.run_within(1200, 1, cases.imported, folders=folders, layout={})[0]
