@@ -71,9 +71,14 @@ def flatten(run: Run) -> dict[str, Any]:
     return flat
 
 
+RETIRED = frozenset({"use_rope_scaling"})
+"""Settings of older steps that had one value only, and are read over."""
+
+
 def build(flat: dict[str, Any]) -> Run:
     """Build a `Run` from a flat dict: missing names take their defaults, unknown ones raise; lists become tuples."""
     table = fields_by_name()
+    flat = {name: value for name, value in flat.items() if name not in RETIRED}
     unknown = sorted(set(flat) - set(table))
     if unknown:
         raise ValueError(f"unknown configuration keys: {', '.join(unknown)}")

@@ -18,7 +18,7 @@ from megatron_moe.checkpoint import folder, index, origin, step_reader
 from megatron_moe.checkpoint.step_reader import AVERAGE
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.schema import flatten, replace
+from megatron_moe.config.schema import Run, flatten, replace
 from megatron_moe.hf.folder import ALLOW, CERTIFICATE
 from megatron_moe.hf.tensors import dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
@@ -320,7 +320,10 @@ def _within(start: Iterable[int], shape: Iterable[int], first: Iterable[int]) ->
 # ---- The sink.
 
 
-_NOT_CONVERTED = {"window_size", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"}
+_NOT_CONVERTED = {
+    *("window_size", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value", "softmax_scale"),
+    *("qk_layernorm_after_rotation", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+}
 
 
 class MegatronSink(TorchDistSink):
@@ -363,8 +366,11 @@ class MegatronSink(TorchDistSink):
             wrong.append(f"--dsa-indexer-topk {run.model.dsa_indexer_topk}: the step has no weights of the indexer")
         if wrong:
             raise ConfigError(listing(f"--load {source.path}: is a model that Megatron-LM does not have:", wrong))
-        fields = all_fields()
-        apart = [fields[name].typed(value) for name, value in flatten(run).items() if name in _NOT_CONVERTED and value]
+        fields, plain = all_fields(), flatten(Run())
+        apart = []
+        for name, value in flatten(run).items():
+            if name in _NOT_CONVERTED and value != plain[name]:
+                apart.append(fields[name].typed(value))
         if run.model.softmax_type != "vanilla":
             apart.append(f"--softmax-type {run.model.softmax_type}")
         if run.model.add_bias_linear and run.moe.num_experts is not None:

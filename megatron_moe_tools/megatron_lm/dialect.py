@@ -219,6 +219,8 @@ _ROPE_NOT_THERE = (
     "attention_factor yarn_correction_range_round_to_int low_freq_factor high_freq_factor short_factor long_factor"
 ).split()
 """Settings of the rotary embedding that Megatron-LM has no argument for."""
+_FACTORS_NOT_THERE = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+"""Granite's, of which it has none either."""
 _LLAMA3 = {
     **{"rope_type": "llama3", "original_max_position_embeddings": 8192},
     **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -231,7 +233,7 @@ _READ_BY: dict[str, Callable[[Run], bool]] = {
         ("rope_type", "kv_lora_rank", "qk_head_dim", "qk_pos", "v_head"), lambda run: run.model.multi_latent_attention
     ),
     **dict.fromkeys(ROPE_SETTINGS["yarn"], lambda run: run.model.rope_type == "yarn"),
-    **dict.fromkeys(_ROPE_NOT_THERE, lambda run: False),
+    **dict.fromkeys((*_ROPE_NOT_THERE, *_FACTORS_NOT_THERE), lambda run: False),
 }
 """Beginnings of settings -> whether a model reads these."""
 
@@ -484,6 +486,7 @@ _NORMS_NOT_THERE = {"qk_layernorm_across_heads", "reordered_norm"}
 _NOT_THERE = frozenset(
     {
         "dsa_indexer_topk",
+        *_FACTORS_NOT_THERE,
         "moe_router_group_score",
         "moe_router_norm_topk_prob",
         *_NORMS_NOT_THERE,

@@ -186,6 +186,7 @@ def test_the_state_that_steps_keep_names_the_family_and_the_copies(folders, tmp_
         "family": "deepseek-v3",
         "copies": ["model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight"],
         "dropped": ["model.layers.0.self_attn.rotary_emb.inv_freq"],
+        "carried": [],
     }
     origin, notes = source.origin()
     assert notes == [] and set(origin.files) == {"config.json", "generation_config.json", "tokenizer.json"}

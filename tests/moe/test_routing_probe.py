@@ -20,7 +20,8 @@ def options(**changes: Any) -> Any:
 
 def router(weight: torch.Tensor, bias: torch.Tensor | None = None, **changes: Any) -> Any:
     found = {"weight": weight, "expert_bias": bias, "options": options(num_experts=len(weight), **changes)}
-    return SimpleNamespace(layer_number=1, **found)
+    logits = lambda hidden: hidden.double() @ weight.double().T  # noqa: E731
+    return SimpleNamespace(layer_number=1, logits_in_fp64=logits, **found)
 
 
 def see(probe: RoutingProbe, gate: Any, hidden: torch.Tensor, is_padding: torch.Tensor | None = None) -> None:

@@ -141,7 +141,7 @@ def trained(run: Run, numbers: Sequence[int], apart: bool = False) -> list[dict[
 def require_as_alone(
     gloo: Any, preset: str, numbers: Sequence[int], ranks: int, flags: dict[str, Any], **more: Any
 ) -> None:
-    own = {name: value for name, value in flags.items() if name in (*MTP, *POSITIONS)}
+    own = {name: value for name, value in flags.items() if name in (*MTP, *POSITIONS, *YARN)}
     base = {**MODELS[preset], **FLAGS, **more}
     (wanted,) = gloo.run(1, trained, run=replace(Run(), **{**base, **own}), numbers=numbers, apart=True)
     run = replace(Run(), **{**base, **flags})

@@ -223,7 +223,7 @@ def seen(scores: list[list[float]], rounded: bool = False, kept: list[bool] | No
     """The record of a router whose weight is the identity, so that the hidden states are its logits."""
     hidden = torch.tensor(scores).log()
     router = SimpleNamespace(
-        options=SimpleNamespace(**{**OPTIONS, **options}), weight=torch.eye(hidden.shape[1]), expert_bias=None
+        options=SimpleNamespace(**{**OPTIONS, **options}), logits_in_fp64=torch.Tensor.double, expert_bias=None
     )
     logits = hidden.bfloat16().float() if rounded else hidden
     probs, ids = torch.tensor(scores).max(dim=-1, keepdim=True)

@@ -48,4 +48,5 @@ FAMILY = Family(
     names=TensorNames(carried=(".self_attn.indexer.",)),
     without="deepseek-v3",
     predicts=True,
+    served_untied=True,
 )

@@ -15,4 +15,5 @@ FAMILY = Family(
     names=deepseek_v32.FAMILY.names,
     without="deepseek-v3",
     predicts=True,
+    served_untied=True,
 )

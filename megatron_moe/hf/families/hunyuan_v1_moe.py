@@ -28,8 +28,8 @@ def read(keys: Keys) -> dict[str, Any]:
     keys.only("norm_topk_prob", (True,), "Hunyuan's weights are made to sum to one")
     keys.only("use_mixed_mlp_moe", (True,), "transformers has a shared expert in every model of this class")
     keys.only("moe_layer_num_skipped", (0,), "every layer is a MoE layer")
-    keys.only("moe_drop_tokens", (False,), "experts take all their tokens")
-    keys.only("moe_random_routing_dropped_token", (False,), "experts take all their tokens")
+    for name in ("moe_drop_tokens", "moe_random_routing_dropped_token"):
+        keys.only(name, (False,), "experts take all their tokens")
     keys.ignore("eod_token_id")
     layers, width = keys.integer("num_hidden_layers", high=MOST_LAYERS), keys.integer("intermediate_size")
     for name in _OF_LAYERS:
@@ -55,10 +55,7 @@ def read(keys: Keys) -> dict[str, Any]:
 
 
 def _rotation(keys: Keys) -> dict[str, Any]:
-    """Return attention's settings.
-
-    A rotary embedding of type "dynamic" with `alpha` does not depend on the length: its base alone is another.
-    """
+    """Return attention's settings. Of type "dynamic" with `alpha`, the rotary base alone is another."""
     alphas: dict[str, float | None] = {}
     for name in ("rope_parameters", "rope_scaling"):
         rope = keys.dictionary(name)
@@ -82,11 +79,7 @@ def _rotation(keys: Keys) -> dict[str, Any]:
 
 
 def write(run: Run) -> dict[str, Any]:
-    """Return Hunyuan's own keys of config.json.
-
-    Raises:
-        ConfigError: the shared expert is not as wide as another.
-    """
+    """Return Hunyuan's own keys of config.json, where the shared expert is as wide as another."""
     width, shared = run.derived.moe_ffn_hidden_size, run.moe.moe_shared_expert_intermediate_size
     if shared != width:
         raise ConfigError(

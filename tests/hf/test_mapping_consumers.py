@@ -110,7 +110,7 @@ def loaded(loader: dict[str, Any], config: dict[str, Any], folder: Shapes) -> li
 def exported(case: str, **changes: Any) -> tuple[str, dict[str, Any], Shapes]:
     """The family, config.json and tensors of a case, as `convert --to hf` writes a model that was trained here."""
     config = tiny_models.config(case)
-    config.architectures = [f"{tiny_models.CASES[case][0]}ForCausalLM"]
+    config.architectures = [tiny_models.class_of(case, "ForCausalLM").__name__]
     read = settings(json.loads(config.to_json_string()), has_prediction_layers=False, where="folder")
     run = build({**read.flat, **changes})
     table = mapping(run, read.family.names)
@@ -148,7 +148,9 @@ def test_a_consumer_takes_every_tensor_once_and_is_filled(case: str, consumer: s
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.predicts])
 def test_layers_of_multi_token_prediction_are_left_to_a_class_of_their_own(family: str) -> None:
     architecture = FAMILIES[family].architecture
-    case = next(case for case, (name, _) in tiny_models.CASES.items() if architecture == f"{name}ForCausalLM")
+    case = next(
+        case for case in tiny_models.CASES if architecture == tiny_models.class_of(case, "ForCausalLM").__name__
+    )
     _, config, folder = exported(case, mtp_num_layers=1)
     assert any("eh_proj" in name for name in folder)
     for consumer in CONSUMERS:
