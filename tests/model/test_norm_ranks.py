@@ -43,7 +43,7 @@ def of_rank(flags: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)], ids=str)
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 5e-4)], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_rank_has_its_heads_of_the_whole(gloo: Any, ranks: int, dtype: torch.dtype, most: float) -> None:
     flags = {"tensor_model_parallel_size": ranks, "sequence_parallel": ranks > 1}
@@ -55,7 +55,8 @@ def test_each_rank_has_its_heads_of_the_whole(gloo: Any, ranks: int, dtype: torc
     for rank, result in enumerate(seen):
         wanted = [t.detach().chunk(ranks, dim)[rank] for t, dim in ((y, 2), (x.grad, 2), (weight.grad, 0))]
         for got, right in zip(result["found"], wanted, strict=True):
-            assert got.dtype == dtype and relative(got, right) < most
+            # Of bf16 no more than the result is rounded: statistics in bf16 would change every tenth number.
+            assert got.dtype == dtype and relative(got, right.to(dtype)) < most
         assert result["summed by the engine"] is False, "each rank has its heads of the whole sequence"
         part = HEADS * WIDTH // ranks
         assert result["place"] == ("norm.weight", (HEADS * WIDTH,), (rank * part,), True)
