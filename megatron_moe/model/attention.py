@@ -158,11 +158,9 @@ class SDPACoreAttention(DeepcopyKeepsGroups, torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Return the sinks, which are split over TP ranks, if there are any."""
-        if self.softmax_offset is None:
-            return {}
-        own, axes = {"softmax_offset": self.softmax_offset}, {"softmax_offset": 0}
-        return make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
+        """Return the sinks, which are split over TP ranks, and norms, which are not, if there are any."""
+        own = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 class NormedCoreAttention(SDPACoreAttention):
