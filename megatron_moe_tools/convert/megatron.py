@@ -320,7 +320,11 @@ def _within(start: Iterable[int], shape: Iterable[int], first: Iterable[int]) ->
 # ---- The sink.
 
 
-_NOT_CONVERTED = {"window_size", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"}
+_NOT_CONVERTED = {
+    *("window_size", "softmax_type", "softmax_scale", "qk_layernorm_after_rotation"),
+    *("quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
+}
 
 
 class MegatronSink(TorchDistSink):
@@ -341,9 +345,6 @@ class MegatronSink(TorchDistSink):
         self.options, self.impl, self.expert_ranks = source.options, transformer_impl, expert_ranks
         source.identity = {"transformer_impl": transformer_impl, "expert_ranks": expert_ranks}
         self.run = source.with_stored_padding(model.run)
-        self.weights, self.fp32 = tensors_of(self.run)
-        head = f"--load {source.path}: its tensors are not those of its configuration:"
-        certificate.require_shapes(source.weights, self.weights, head, "no tensor of its configuration")
         run, wrong = self.run, []  # settings that Megatron-LM computes otherwise and has no argument for
         if run.moe.moe_router_num_groups is not None and run.moe.moe_router_group_score != "megatron":
             best = run.moe.moe_router_topk // (run.moe.moe_router_group_topk or 1)
@@ -364,13 +365,15 @@ class MegatronSink(TorchDistSink):
         if wrong:
             raise ConfigError(listing(f"--load {source.path}: is a model that Megatron-LM does not have:", wrong))
         fields = all_fields()
-        apart = [fields[name].typed(value) for name, value in flatten(run).items() if name in _NOT_CONVERTED and value]
-        if run.model.softmax_type != "vanilla":
-            apart.append(f"--softmax-type {run.model.softmax_type}")
+        said = ((fields[name], value) for name, value in flatten(run).items() if name in _NOT_CONVERTED)
+        apart = [field.typed(value) for field, value in said if value != field.default]
         if run.model.add_bias_linear and run.moe.num_experts is not None:
             apart.append("--add-bias-linear")
         if apart:
             raise ConfigError(f"--load {source.path}: {', '.join(apart)}: such models are not written for Megatron-LM")
+        self.weights, self.fp32 = tensors_of(self.run)
+        head = f"--load {source.path}: its tensors are not those of its configuration:"
+        certificate.require_shapes(source.weights, self.weights, head, "no tensor of its configuration")
         found = set(map(self._dtype, self.weights.keys() - self.fp32))
         if len(found) != 1:
             raise ConfigError(
