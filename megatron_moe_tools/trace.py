@@ -73,8 +73,8 @@ def _main(argv: list[str]) -> int:
     _check(flags)
     source = locate(Path(flags.load), flags.ckpt_step, flags.family)
     show = flags.experts is not None or flags.picture is not None
-    if show and not any(source.run.derived.moe_layer_pattern):
-        raise ConfigError(f"--experts, --picture: {source.path} is a dense model; leave them out")
+    if (show or flags.routing) and not any(source.run.derived.moe_layer_pattern):
+        raise ConfigError(f"--experts, --picture, --routing: {source.path} is a dense model; leave them out")
     tokenizer = None
     if flags.texts or (flags.tokens and flags.picture):
         chosen = {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}

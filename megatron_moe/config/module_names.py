@@ -445,7 +445,7 @@ def at_ends(names: Collection[str]) -> tuple[bool, bool]:
 def near_names(run: Run, pattern: str) -> list[str]:
     """Return up to three names or words similar to a pattern without a match; all words if none is."""
     words = list(aliases(run))
-    names = [*words, *parts(run)]
+    names = list(dict.fromkeys([*words, *parts(run)]))  # the output layer is a word and a part
     found = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
     last = pattern.rsplit(".", 1)[-1].strip("*")
     tails = sorted({name.rsplit(".", 1)[-1] for name in names if not name[-1].isdigit()})

@@ -153,6 +153,11 @@ class ChangedExperts(RemadeSource):
     direction: ClassVar[str] = "change of experts"
 
     def __init__(self, of: ConversionSource, model: ModelSource, change: ExpertChange, sequences: Sequences) -> None:
+        if model.run.model.add_bias_linear:
+            raise ConfigError(
+                f"{change.flag}: --load {of.path} has --add-bias-linear, and biases of experts are not carried over; "
+                "only experts without biases can be changed"
+            )
         super().__init__(of, model.run)
         new = require_possible(self.old, change, f"--load {of.path}")
         note(f"measuring the experts' load on {int(sequences.lengths.sum())} tokens")

@@ -18,7 +18,7 @@ from megatron_moe.checkpoint import folder, index, origin, step_reader
 from megatron_moe.checkpoint.step_reader import AVERAGE
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.schema import Run, flatten, replace
+from megatron_moe.config.schema import flatten, replace
 from megatron_moe.hf.folder import ALLOW, CERTIFICATE
 from megatron_moe.hf.tensors import dtype_name, sha256
 from megatron_moe.hf.transforms import Shape
@@ -321,8 +321,9 @@ def _within(start: Iterable[int], shape: Iterable[int], first: Iterable[int]) ->
 
 
 _NOT_CONVERTED = {
-    *("window_size", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value", "softmax_scale"),
-    *("qk_layernorm_after_rotation", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+    *("window_size", "softmax_type", "softmax_scale", "qk_layernorm_after_rotation"),
+    *("quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
+    *("embedding_multiplier", "residual_multiplier", "logits_scaling"),
 }
 
 
@@ -344,9 +345,6 @@ class MegatronSink(TorchDistSink):
         self.options, self.impl, self.expert_ranks = source.options, transformer_impl, expert_ranks
         source.identity = {"transformer_impl": transformer_impl, "expert_ranks": expert_ranks}
         self.run = source.with_stored_padding(model.run)
-        self.weights, self.fp32 = tensors_of(self.run)
-        head = f"--load {source.path}: its tensors are not those of its configuration:"
-        certificate.require_shapes(source.weights, self.weights, head, "no tensor of its configuration")
         run, wrong = self.run, []  # settings that Megatron-LM computes otherwise and has no argument for
         if run.moe.moe_router_num_groups is not None and run.moe.moe_router_group_score != "megatron":
             best = run.moe.moe_router_topk // (run.moe.moe_router_group_topk or 1)
@@ -366,17 +364,16 @@ class MegatronSink(TorchDistSink):
             wrong.append(f"--dsa-indexer-topk {run.model.dsa_indexer_topk}: the step has no weights of the indexer")
         if wrong:
             raise ConfigError(listing(f"--load {source.path}: is a model that Megatron-LM does not have:", wrong))
-        fields, plain = all_fields(), flatten(Run())
-        apart = []
-        for name, value in flatten(run).items():
-            if name in _NOT_CONVERTED and value != plain[name]:
-                apart.append(fields[name].typed(value))
-        if run.model.softmax_type != "vanilla":
-            apart.append(f"--softmax-type {run.model.softmax_type}")
+        fields = all_fields()
+        said = ((fields[name], value) for name, value in flatten(run).items() if name in _NOT_CONVERTED)
+        apart = [field.typed(value) for field, value in said if value != field.default]
         if run.model.add_bias_linear and run.moe.num_experts is not None:
             apart.append("--add-bias-linear")
         if apart:
             raise ConfigError(f"--load {source.path}: {', '.join(apart)}: such models are not written for Megatron-LM")
+        self.weights, self.fp32 = tensors_of(self.run)
+        head = f"--load {source.path}: its tensors are not those of its configuration:"
+        certificate.require_shapes(source.weights, self.weights, head, "no tensor of its configuration")
         found = set(map(self._dtype, self.weights.keys() - self.fp32))
         if len(found) != 1:
             raise ConfigError(

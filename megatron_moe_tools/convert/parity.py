@@ -93,9 +93,11 @@ def run_model(model: PreTrainedModel, tokens: Tensor) -> ReferenceResult:
     weights: dict[int, Tensor] = {}
     epsilons: dict[str, float] = {}
     hooks = []
+    language = getattr(model.model, "language_model", model.model)
+    known = {*language.modules()}  # a model of images has norms of its own, of parts that are not here
     for name, module in model.named_modules():
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if isinstance(epsilon, float) and hasattr(module, "weight"):
+        if isinstance(epsilon, float) and hasattr(module, "weight") and module in known:
             epsilons[f"{name}.weight"] = epsilon
         if not type(module).__name__.lower().endswith(("topkrouter", "moev1gate")):
             continue
@@ -113,7 +115,6 @@ def run_model(model: PreTrainedModel, tokens: Tensor) -> ReferenceResult:
         for hook in hooks:
             hook.remove()
     loss = float(F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()))
-    language = getattr(model.model, "language_model", model.model)
     if (rotary := getattr(language, "rotary_emb", None)) is None:
         return ReferenceResult(logits, loss, experts, weights, epsilons)
     frequencies, amplitude = rotary.inv_freq.float().cpu(), float(rotary.attention_scaling)

@@ -20,12 +20,15 @@ LETTERS = {"num_layers": 4, "moe_layer_freq": 1, "mtp_num_layers": 1, "mtp_loss_
 DENSE_FIRST = {"moe_layer_freq": "[0,1]"}
 # The first of two stages has no experts, and both hold the one table of the vocabulary.
 PREDICTING = {**DENSE_FIRST, "mtp_num_layers": 2, "untie_embeddings_and_output_weights": False}
-# Weights of norms that are split over TP ranks
 GROUPED = {
     **{"multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": 512, "qk_head_dim": 128},
     **{"qk_pos_emb_head_dim": 64, "v_head_dim": 128, "group_query_attention": True, "num_query_groups": 2},
-    **{"qk_layernorm": True, "qk_layernorm_across_heads": True, "reordered_norm": True},
+    "qk_layernorm": True,
 }
+# Weights of norms that are split over TP ranks
+ACROSS = {**GROUPED, "qk_layernorm_across_heads": True, "reordered_norm": True}
+# Weights of core attention: norms, which are not split, and sinks, which are
+IN_CORE = {**GROUPED, "qk_layernorm_after_rotation": True, "softmax_type": "learnable"}
 # The first parameter of the model is bf16 and the fp32 ones are spread among the others, so that no two orders agree.
 KEPT = ("norms", "decoder.layers.1.mlp.experts", "*.mlp.router", "decoder.layers.0.self_attention")
 KEYS_OF = {"norms": "*norm.weight", "router": "*router.weight", "*.mlp.router": "*router.weight"}
@@ -70,7 +73,8 @@ JOURNEYS: dict[str, tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = {
             stop(2, 1, pp=2, mtp_loss_scaling_factor=0.3),
         ],
     ),
-    "fp32, norms of all heads": (GROUPED, [stop(2, 1, tp=2), stop(2, 3), stop(2, 2, tp=2), stop(2, 1, tp=2)]),
+    "fp32, norms of all heads": (ACROSS, [stop(2, 1, tp=2), stop(2, 3), stop(2, 2, tp=2), stop(2, 1, tp=2)]),
+    "fp32, norms after the rotation": (IN_CORE, [stop(2, 1, tp=2), stop(2, 3), stop(2, 1, tp=2)]),
     "fp32, every layout": ({}, chain((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 1, 4), (1, 1, 1))),
     "bf16, every layout": (
         {**cases.MODES["bf16, distributed"], "keep_fp32": KEPT, "ema_decay": 0.9},
@@ -92,6 +96,7 @@ JOURNEYS: dict[str, tuple[dict[str, Any], list[tuple[int, dict[str, Any]]]]] = {
     ),
 }
 TEST = ["bf16", "dtypes", "fp16, distributed to whole", "fp32, predictions, distributed to whole and back"]
+TEST += ["fp32, norms after the rotation"]
 
 
 @pytest.mark.parametrize("name", rows(JOURNEYS, test=TEST))
