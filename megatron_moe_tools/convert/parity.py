@@ -28,9 +28,11 @@ from torch import Tensor
 
 from megatron_moe import platform
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.rotary import amplitude
 from megatron_moe.hf.family import Family
 from megatron_moe.hf.folder import ALLOW, HFFolder
 from megatron_moe.model.mla import LatentAttention
+from megatron_moe.model.rotary import Rotation
 from megatron_moe.moe.options import MoEOptions
 from megatron_moe.moe.router import TopKRouter
 from megatron_moe.moe.routing import Choice, MicroBatch, group_scores, ranked_values
@@ -383,13 +385,14 @@ def _other_constants(found: LoadedCheckpoint, theirs: ReferenceResult, length: i
         if rotary is not wanted:
             yield "rotary frequencies: on one side only"
         return
-    ours, amplitude = rotary.rotation.frequencies(length), rotary.rotation.amplitude
+    rotation: Rotation = rotary.rotation
+    ours, factor = rotation.frequencies(length), amplitude(rotation.model)
     if ours.shape != wanted.shape:
         yield f"rotary frequencies: {len(ours)} pairs here, {len(wanted)} there"
     elif not torch.allclose(ours, wanted, rtol=FREQUENCY_TOLERANCE, atol=0.0):
         yield f"rotary frequencies differ by {float(((ours - wanted).abs() / wanted).max()):.2e} of their size"
-    if abs(amplitude - (theirs.amplitude or 0.0)) > FREQUENCY_TOLERANCE:
-        yield f"rotary amplitude is {amplitude:.7f} here, {theirs.amplitude:.7f} there"
+    if abs(factor - (theirs.amplitude or 0.0)) > FREQUENCY_TOLERANCE:
+        yield f"rotary amplitude is {factor:.7f} here, {theirs.amplitude:.7f} there"
 
 
 def _layer_of(name: str) -> int:
