@@ -67,8 +67,9 @@ class ReferenceResult:
     """What transformers' model computes from some tokens, on the CPU, and its numbers that are no weights.
 
     logits: [B, S, V] fp32. loss: mean cross entropy. experts: chosen ones, layer -> [B * S, K] int64. weights: theirs,
-    layer -> [B * S, K] fp32. epsilons: of the norms, by the name of their weight in a folder. frequencies: rotary, in
-    radians per position, [pairs]. amplitude: factor of the rotation; both are None without a known rotary embedding.
+    layer -> [B * S, K] fp32. epsilons: of the norms, by the name of their weight behind the model's prefix.
+    frequencies: rotary, in radians per position, [pairs]. amplitude: factor of the rotation; both are None without a
+    known rotary embedding.
     """
 
     logits: Tensor
@@ -96,15 +97,16 @@ def run_model(model: PreTrainedModel, tokens: Tensor) -> ReferenceResult:
     epsilons: dict[str, float] = {}
     hooks = []
     language = getattr(model.model, "language_model", model.model)
-    known = {*language.modules()}  # a model of images has norms of its own, of parts that are not here
-    for name, module in model.named_modules():
+    for name, module in language.named_modules():  # and not those of what sees, which are not here
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-        if isinstance(epsilon, float) and hasattr(module, "weight") and module in known:
+        if isinstance(epsilon, float) and hasattr(module, "weight"):
             epsilons[f"{name}.weight"] = epsilon
         if not type(module).__name__.lower().endswith(("topkrouter", "moev1gate")):
             continue
 
-        def record(module: object, inputs: object, output: tuple[Tensor, ...], layer: int = _layer_of(name)) -> None:
+        def record(
+            module: object, inputs: object, output: tuple[Tensor, ...], layer: int = _layer_of(f".{name}")
+        ) -> None:
             # (logits, weights, experts); older releases leave logits out
             (chosen,) = [part for part in output if not part.is_floating_point()]
             others = [part for part in output if part.is_floating_point() and part.shape == chosen.shape]
@@ -143,7 +145,9 @@ def load_reference(folder: HFFolder, family: Family, layers: int | None = None) 
         # model_type may be one that transformers does not know, of a class that it does (Kimi-K2).
         config_class = type(transformers.AutoConfig.for_model(family.model_types[0]))
         config = config_class.from_dict({**content, "model_type": family.model_types[0]})
-        model_class = getattr(transformers, family.architecture)
+        # transformers may spell the class that a published folder names otherwise (Kimi-K2.5).
+        known = [name for name in (family.architecture, *family.classes) if hasattr(transformers, name)]
+        model_class = getattr(transformers, (known or [family.architecture])[0])
         options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
         if folder.scales:
             where, options["state_dict"] = None, _dequantised(folder)
@@ -369,15 +373,15 @@ def _other_constants(found: LoadedCheckpoint, theirs: ReferenceResult, length: i
 
     length: of the sequences that transformers' model was run on.
     """
-    chunk, epsilons = found.chunk, {}
+    chunk, epsilons, prefix = found.chunk, {}, found.source.family.names.model
     for piece in found.mapping.pieces:
         epsilon = getattr(chunk.get_submodule(piece.key.rpartition(".")[0]), "eps", None)
         if isinstance(epsilon, float) and _layer_of(piece.hf[0]) < found.run.model.num_layers:
-            epsilons[piece.hf[0]] = epsilon
+            epsilons[piece.hf[0].removeprefix(prefix)] = epsilon
     wrong = sorted(dict(epsilons.items() ^ theirs.epsilons.items()))
     if wrong:
         here, there = epsilons.get(wrong[0]), theirs.epsilons.get(wrong[0])
-        yield f"epsilon of {len(wrong)} norms: {wrong[0]}: {here} here, {there} there"
+        yield f"epsilon of {len(wrong)} norms: {prefix}{wrong[0]}: {here} here, {there} there"
     latent = next((module for module in chunk.modules() if isinstance(module, LatentAttention)), None)
     rotary = getattr(chunk, "rotary_pos_emb", None) if latent is None else latent.rotary
     wanted = theirs.frequencies

@@ -229,3 +229,14 @@ def test_frequencies_that_follow_from_the_configuration_are_left_out_and_noted(t
     hf = made("mixtral", tmp_path, lambda values: {**values, name: torch.ones(8)})
     certificate, back = there_and_back(hf)
     assert certificate["ignored"] == [name] and unequal(held(hf), held(back)) == [name]
+
+
+OTHERWISE = {"granitemoe": "--residual-multiplier 0.4", "hunyuan-v1-moe": "--qk-layernorm-after-rotation"}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_a_model_that_megatron_computes_otherwise_is_not_written_for_it(tmp_path, capsys, case):
+    tiny_models.make(case, 1, tmp_path / "hf")
+    convert("hf", "native", tmp_path / "hf", tmp_path / "native")
+    assert main(words("native", "megatron", tmp_path / "native", tmp_path / "x")) == 2
+    assert OTHERWISE[case] in capsys.readouterr().err and not (tmp_path / "x").exists()

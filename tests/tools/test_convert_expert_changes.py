@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from megatron_moe.checkpoint.step_reader import StepReader
 from megatron_moe_tools.convert.cli import main
 from megatron_moe_tools.convert.expert_changes import ChangedExperts, ExpertChange, members
+from tests.helpers import tiny_models
 from tests.helpers.conversions import convert, words
 from tests.helpers.dense_steps import step_of
 
@@ -144,3 +145,10 @@ def test_what_cannot_be_done_to_experts_is_refused_before_anything_is_written(
     given = flags.replace(" T", f" {experts.parent / 'tokens.safetensors'}").split()
     assert main(words("native", "native", experts, tmp_path / "x", *given)) == 2
     assert message in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_experts_with_biases_are_not_changed(experts, tmp_path, capsys):
+    tiny_models.make("gpt-oss", 1, tmp_path / "hf")
+    flags = ("--prune-experts", "5", "--tokens", str(experts.parent / "tokens.safetensors"))
+    assert main(words("hf", "native", tmp_path / "hf", tmp_path / "x", *flags)) == 2
+    assert "biases of experts are not carried over" in capsys.readouterr().err and not (tmp_path / "x").exists()

@@ -300,3 +300,10 @@ def test_a_model_type_that_transformers_does_not_know_is_compared_by_its_class(d
     (tmp_path / "model.safetensors").write_bytes((deepseek / "hf" / "model.safetensors").read_bytes())
     result = compare(tmp_path, deepseek / "bf16", length=16)
     assert result.passed, result.failures
+
+
+@pytest.mark.parametrize("case", ["qwen3-vl-moe", "kimi-k25"])
+def test_a_language_model_is_compared_without_the_norms_of_what_sees(tmp_path, case):
+    tiny_models.make(case, 1, tmp_path / "hf")
+    convert("hf", "native", tmp_path / "hf", tmp_path / "native")
+    assert compare(tmp_path / "hf", tmp_path / "native", length=8).failures == ()
