@@ -354,6 +354,8 @@ class MegatronSink(TorchDistSink):
         default = replace(run, moe_router_norm_topk_prob=None).derived.norm_topk_prob
         if run.moe.num_experts is not None and run.derived.norm_topk_prob != default:
             wrong.append(f"--moe-router-norm-topk-prob {run.derived.norm_topk_prob}: it takes {default} for this one")
+        if run.moe.moe_router_enable_expert_bias and run.moe.moe_router_score_function != "sigmoid":
+            wrong.append("--moe-router-enable-expert-bias: it has one for sigmoid scores alone")
         if dialect.stretched_there(run) is None:
             wrong.append(f"--rope-type {run.model.rope_type}: it has no such rotary embedding, or not these settings")
         if run.model.qk_layernorm_across_heads:

@@ -231,7 +231,11 @@ def test_frequencies_that_follow_from_the_configuration_are_left_out_and_noted(t
     assert certificate["ignored"] == [name] and unequal(held(hf), held(back)) == [name]
 
 
-OTHERWISE = {"granitemoe": "--residual-multiplier 0.4", "hunyuan-v1-moe": "--qk-layernorm-after-rotation"}
+OTHERWISE = {
+    "granitemoe": "--residual-multiplier 0.4",
+    "hunyuan-v1-moe": "--qk-layernorm-after-rotation",
+    "ernie4-5-moe": "--moe-router-enable-expert-bias",
+}
 
 
 @pytest.mark.parametrize("case", OTHERWISE)
