@@ -231,7 +231,8 @@ NOT_OF: dict[str, dict[str, str]] = {
     **dict.fromkeys(("ernie4-5-moe", "ernie4-5-moe-interval"), _WEIGHT_IS_ONE),
     **dict.fromkeys(("granitemoe", "granitemoeshared", "gpt-oss"), _WEIGHT_IS_ONE),
     "hunyuan-v1-moe": {**_WEIGHT_IS_ONE, **_STRETCHED_IN_NONE},
-    **dict.fromkeys(("bailing-moe-v2", "qwen3-vl-moe"), _STRETCHED_IN_NONE),
+    "bailing-moe-v2": _STRETCHED_IN_NONE,
+    "qwen3-vl-moe": {**_WEIGHT_IS_ONE, **_STRETCHED_IN_NONE},
     "deepseek-v2": {"weights of experts": "transformers reads no norm_topk_prob there"},
     "minimax-m2": {"one chosen": "its weight is always 1, and what reaches its router is rounding"},
 }
