@@ -231,7 +231,8 @@ NOT_OF: dict[str, dict[str, str]] = {
     **dict.fromkeys(("ernie4-5-moe", "ernie4-5-moe-interval"), _WEIGHT_IS_ONE),
     **dict.fromkeys(("granitemoe", "granitemoeshared", "gpt-oss"), _WEIGHT_IS_ONE),
     "hunyuan-v1-moe": {**_WEIGHT_IS_ONE, **_STRETCHED_IN_NONE},
-    **dict.fromkeys(("bailing-moe-v2", "qwen3-vl-moe"), _STRETCHED_IN_NONE),
+    "bailing-moe-v2": _STRETCHED_IN_NONE,
+    "qwen3-vl-moe": {**_WEIGHT_IS_ONE, **_STRETCHED_IN_NONE},
     "deepseek-v2": {"weights of experts": "transformers reads no norm_topk_prob there"},
     "minimax-m2": {"one chosen": "its weight is always 1, and what reaches its router is rounding"},
 }
@@ -494,7 +495,10 @@ OF_SETTINGS: dict[str, Callable[[Settings], Settings | None]] = {
     "scale of experts": _instead("moe_router_topk_scaling_factor", None),
     "weights of experts": _instead("moe_router_norm_topk_prob", lambda normed: not normed),
     "score": _instead("moe_router_score_function", lambda kind: "softmax" if kind == "sigmoid" else "sigmoid"),
-    "softmax after the choice": _instead("moe_router_pre_softmax", lambda before: not before),
+    # Normalised weights are the same, whichever comes first.
+    "softmax after the choice": lambda flat: (
+        None if flat["moe_router_norm_topk_prob"] else {"moe_router_pre_softmax": not flat["moe_router_pre_softmax"]}
+    ),
     "score of a group": _instead("moe_router_group_score", lambda kind: "max" if kind == "top2" else "top2"),
     "no groups": lambda flat: (
         {"moe_router_num_groups": None, "moe_router_group_topk": None} if flat.get("moe_router_num_groups") else None
