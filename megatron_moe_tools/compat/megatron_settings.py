@@ -311,8 +311,7 @@ def yarn_of_latent_attention(run: Run, given: Given) -> Change | None:
     At factor 1 yarn is the plain rotation, whatever its other settings say.
     """
     read = ROPE_SETTINGS.get(run.model.rope_type, ())
-    there = (name for name in ROPE_SETTINGS["yarn"] if name != "attention_factor")
-    names = [name for name in set_among(run, there) if name not in read]
+    names = [name for name in set_among(run, ROPE_SETTINGS["yarn"]) if name not in (*read, "attention_factor")]
     if not names:
         return None
     if given.get("rope_type") is not None:

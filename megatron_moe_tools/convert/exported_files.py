@@ -236,8 +236,8 @@ def model_card(
         ("tokenizer", tokenizer),
     ]
     if moe.num_experts is None:
-        of_model = [row for row in of_model if "experts of" not in row[0] and row[0] != "parameters used for a token"]
-        of_model[3] = ("layers", f"{model.num_layers}")
+        of_model[4] = ("layers", f"{model.num_layers}")
+        del of_model[7:9], of_model[2]  # of experts, and of what a token meets of them
     if model.mtp_num_layers:
         depths = f"{model.mtp_num_layers}, which transformers leaves out"
         of_model.insert(5, ("layers of multi-token prediction", depths))

@@ -132,7 +132,7 @@ def _sizes(run: Run) -> dict[str, Any]:
         sizes["kv_channels"] = 16
     if m.short_factor is not None and m.long_factor is not None:  # LongRoPE has as many as a head has pairs
         pairs = int(sizes.get("kv_channels", HIDDEN // HEADS) * m.rotary_percent) // 2
-        sizes["short_factor"], sizes["long_factor"] = ((f * pairs)[:pairs] for f in (m.short_factor, m.long_factor))
+        sizes |= {"short_factor": (m.short_factor * pairs)[:pairs], "long_factor": (m.long_factor * pairs)[:pairs]}
         sizes["original_max_position_embeddings"] = LENGTH // 2
     if m.group_query_attention:
         same = {m.num_attention_heads: HEADS, 1: 1}
