@@ -229,11 +229,12 @@ _WEIGHT_IS_ONE = {"one chosen": "the weight of one expert is 1, and what reaches
 _STRETCHED_IN_NONE = dict.fromkeys(("yarn", "linear", "llama3", "longrope"), "its rotation is not stretched there")
 NOT_OF: dict[str, dict[str, str]] = {
     **dict.fromkeys(("ernie4-5-moe", "ernie4-5-moe-interval"), _WEIGHT_IS_ONE),
-    **dict.fromkeys(("granitemoe", "granitemoeshared", "gpt-oss"), _WEIGHT_IS_ONE),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "gpt-oss", "mixtral"), _WEIGHT_IS_ONE),
     "hunyuan-v1-moe": {**_WEIGHT_IS_ONE, **_STRETCHED_IN_NONE},
     "bailing-moe-v2": _STRETCHED_IN_NONE,
     "qwen3-vl-moe": {**_WEIGHT_IS_ONE, **_STRETCHED_IN_NONE},
     "deepseek-v2": {"weights of experts": "transformers reads no norm_topk_prob there"},
+    "kimi-k25": {"queries' rank": "transformers writes q_proj under a name of its vision model"},
     "minimax-m2": {"one chosen": "its weight is always 1, and what reaches its router is rounding"},
 }
 """Case -> configurations that its class does not have, with the reason."""
