@@ -229,11 +229,12 @@ _WEIGHT_IS_ONE = {"one chosen": "the weight of one expert is 1, and what reaches
 _STRETCHED_IN_NONE = dict.fromkeys(("yarn", "linear", "llama3", "longrope"), "its rotation is not stretched there")
 NOT_OF: dict[str, dict[str, str]] = {
     **dict.fromkeys(("ernie4-5-moe", "ernie4-5-moe-interval"), _WEIGHT_IS_ONE),
-    **dict.fromkeys(("granitemoe", "granitemoeshared", "gpt-oss", "mixtral"), _WEIGHT_IS_ONE),
+    **dict.fromkeys(("granitemoe", "granitemoeshared", "gpt-oss"), _WEIGHT_IS_ONE),
     "hunyuan-v1-moe": {**_WEIGHT_IS_ONE, **_STRETCHED_IN_NONE},
     "bailing-moe-v2": _STRETCHED_IN_NONE,
     "qwen3-vl-moe": {**_WEIGHT_IS_ONE, **_STRETCHED_IN_NONE},
     "deepseek-v2": {"weights of experts": "transformers reads no norm_topk_prob there"},
+    "mixtral": {**_WEIGHT_IS_ONE, "longrope": "transformers cannot compute it where head_dim is null"},
     "kimi-k25": {"queries' rank": "transformers writes q_proj under a name of its vision model"},
     "minimax-m2": {"one chosen": "its weight is always 1, and what reaches its router is rounding"},
 }
@@ -486,7 +487,7 @@ OF_SETTINGS: dict[str, Callable[[Settings], Settings | None]] = {
     "not stretched": _instead("rope_type", "rope"),
     "linear instead": lambda flat: {"rope_type": "linear"} if flat["rope_type"] in ("yarn", "llama3") else None,
     "factor of the stretch": _of_rope("rotary_scaling_factor", lambda factor: factor / 2),
-    "context before the stretch": _of_rope("original_max_position_embeddings", lambda context: 2 * context),
+    "context before the stretch": _of_rope("original_max_position_embeddings", lambda context: 16 * context),
     "amplitude": _amplitude_one,
     "yarn's end of the ramp": _of_rope("beta_slow", lambda turns: 2 * turns),
     "llama3's long waves": _of_rope("low_freq_factor", lambda turns: turns / 2),
