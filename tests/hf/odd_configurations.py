@@ -234,7 +234,7 @@ NOT_OF: dict[str, dict[str, str]] = {
     "bailing-moe-v2": _STRETCHED_IN_NONE,
     "qwen3-vl-moe": {**_WEIGHT_IS_ONE, **_STRETCHED_IN_NONE},
     "deepseek-v2": {"weights of experts": "transformers reads no norm_topk_prob there"},
-    "mixtral": {**_WEIGHT_IS_ONE, "longrope": "transformers cannot compute it where head_dim is null"},
+    "mixtral": {**_WEIGHT_IS_ONE, **dict.fromkeys(("yarn", "longrope"), "transformers fails where head_dim is null")},
     "kimi-k25": {"queries' rank": "transformers writes q_proj under a name of its vision model"},
     "minimax-m2": {"one chosen": "its weight is always 1, and what reaches its router is rounding"},
 }

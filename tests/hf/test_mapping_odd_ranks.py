@@ -23,6 +23,7 @@ from tests.hf.test_mapping_ranks import Difference, Reference, difference, refer
 pytestmark = pytest.mark.engine
 
 SEEDS = (11, 12, 13, 14)
+ONE_OF_EACH_CLASS = {kind: case for case, (kind, _) in reversed(tiny_models.CASES.items())}.values()
 
 
 def odd_reference(case: str, name: str, seed: int, folder: Path) -> Reference:
@@ -70,7 +71,7 @@ def test_odd_settings_of_a_family_compute_what_transformers_computes(
     assert wrong == {}
 
 
-@pytest.mark.parametrize("case", rows(tiny_models.CASES, test=["deepseek-v3"]))
+@pytest.mark.parametrize("case", rows(ONE_OF_EACH_CLASS, test=["deepseek-v3"]))
 def test_every_planted_error_is_seen(gloo: Any, tmp_path: Path, case: str) -> None:
     expected = reference(case, 21, tmp_path, **odd.telling(case))
     right = Path(expected.folder)
