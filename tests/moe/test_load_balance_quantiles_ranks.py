@@ -139,19 +139,19 @@ def test_one_step_evens_the_load_and_a_step_that_is_taken_back_leaves_nothing() 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(4000, 16, generator=generator) + torch.randn(16, generator=generator)
 
-    def load() -> float:
+    def most_tokens() -> int:
         gate.route(hidden.clone().requires_grad_())
-        return float(gate.local_tokens_per_expert.max() / 1000)
+        return int(gate.local_tokens_per_expert.max())
 
-    assert load() > 1.5
+    assert most_tokens() > 1500  # of 1,000 for each
     snapshot = RouterSnapshot.capture([gate])
-    load()
+    most_tokens()
     update_routers([gate])
     assert gate.expert_bias.abs().max() > 0
     snapshot.restore()
     assert not gate.expert_bias.any()
     assert not gate.local_differences.any()
     for _ in range(3):
-        load()
+        most_tokens()
         update_routers([gate])
-    assert load() < 1.15  # one token more or less on another processor
+    assert most_tokens() <= 1100
