@@ -150,13 +150,11 @@ def _attention(run: Run, names: TensorNames) -> Iterator[MappingRule]:
     yield MappingRule(f"{here}linear_kv_up_proj.weight", (f"{there}kv_b_proj.weight",), up)
 
 
-def _mlp(run: Run, names: TensorNames, here: str, there: str, width: int) -> Iterator[MappingRule]:
+def _mlp(run: Run, here: str, there: str, width: int) -> Iterator[MappingRule]:
     """Yield the rows of a gated MLP: that of a dense layer, or the shared expert."""
-    hidden = run.model.hidden_size
-    *gate_and_up, down = (f"{there}{matrix}.weight" for matrix in names.matrices)
-    first = GateThenUp(width, hidden) if len(gate_and_up) == 2 else Copy((2 * width, hidden))
-    yield MappingRule(f"{here}linear_fc1.weight", tuple(gate_and_up), first)
-    yield MappingRule(f"{here}linear_fc2.weight", (down,), Copy((hidden, width)))
+    hidden, gate_and_up = run.model.hidden_size, (f"{there}gate_proj.weight", f"{there}up_proj.weight")
+    yield MappingRule(f"{here}linear_fc1.weight", gate_and_up, GateThenUp(width, hidden))
+    yield MappingRule(f"{here}linear_fc2.weight", (f"{there}down_proj.weight",), Copy((hidden, width)))
 
 
 def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
@@ -177,7 +175,7 @@ def _moe(run: Run, names: TensorNames) -> Iterator[MappingRule]:
         bias = Reshape((1, experts), (experts,)) if names.bias_is_row else Copy((experts,))
         yield MappingRule("mlp.router.expert_bias", (names.router_bias,), bias, fp32=True)
     if moe.moe_shared_expert_intermediate_size is not None:
-        yield from _mlp(run, names, "mlp.shared_experts.", names.shared, moe.moe_shared_expert_intermediate_size)
+        yield from _mlp(run, "mlp.shared_experts.", names.shared, moe.moe_shared_expert_intermediate_size)
         if moe.moe_shared_expert_gate:
             yield MappingRule("mlp.shared_experts.gate_weight", (names.shared_gate,), Copy((1, hidden)))
 
@@ -230,7 +228,7 @@ def mapping(run: Run, names: TensorNames) -> Mapping:
 def _layer(run: Run, names: TensorNames, is_moe: bool, here: str, there: str) -> Iterator[MappedBlock]:
     yield from _pieces(_attention(run, names), here, there)
     if not is_moe:
-        yield from _pieces(_mlp(run, names, "mlp.", "mlp.", run.derived.ffn_hidden_size), here, there)
+        yield from _pieces(_mlp(run, "mlp.", "mlp.", run.derived.ffn_hidden_size), here, there)
         return
     yield from _pieces(_moe(run, names), here, there)
     if names.stacked is not None:

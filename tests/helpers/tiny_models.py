@@ -124,7 +124,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {**_PLAIN, "rope_type": "dynamic", "factor": 1.0, "alpha": 100.0},
     }),
     "granitemoe": ("GraniteMoe", {**_GRANITE, "tie_word_embeddings": True}),
-    "granitemoeshared": ("GraniteMoeShared", {**_GRANITE, "shared_intermediate_size": 40}),
     "glm4-moe-lite": ("Glm4MoeLite", {
         **_DEEPSEEK_V3_PLAIN, "mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "first_k_dense_replace": 2,
         "rms_norm_eps": 1e-2, "rope_parameters": _MILLION,

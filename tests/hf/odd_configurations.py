@@ -229,7 +229,7 @@ _WEIGHT_IS_ONE = {"one chosen": "the weight of one expert is 1, and what reaches
 _STRETCHED_IN_NONE = dict.fromkeys(("yarn", "linear", "llama3", "longrope"), "its rotation is not stretched there")
 NOT_OF: dict[str, dict[str, str]] = {
     **dict.fromkeys(("ernie4-5-moe", "ernie4-5-moe-interval"), _WEIGHT_IS_ONE),
-    **dict.fromkeys(("granitemoe", "granitemoeshared", "gpt-oss"), _WEIGHT_IS_ONE),
+    **dict.fromkeys(("granitemoe", "gpt-oss"), _WEIGHT_IS_ONE),
     "hunyuan-v1-moe": {**_WEIGHT_IS_ONE, **_STRETCHED_IN_NONE},
     "bailing-moe-v2": _STRETCHED_IN_NONE,
     "qwen3-vl-moe": {**_WEIGHT_IS_ONE, **_STRETCHED_IN_NONE},

@@ -50,7 +50,7 @@ LAYOUTS = {
     "EP2": Layout(
         2,
         {**EP2, "use_distributed_optimizer": True},
-        ("moonlight", "qwen3-moe", "granitemoeshared", "bailing-moe-v2"),
+        ("moonlight", "qwen3-moe", "granitemoe", "bailing-moe-v2"),
         SPARSE,
     ),
     "TP2xEP2": Layout(4, {**TP2, **EP2}, ("mixtral", "gpt-oss", "qwen3-vl-moe"), SPARSE),

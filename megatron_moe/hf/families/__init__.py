@@ -16,7 +16,7 @@ _FILES = """
     dots1 solar_open
     qwen3_vl_moe kimi_vl kimi_k25
     ernie4_5_moe hunyuan_v1_moe
-    granitemoe granitemoeshared
+    granitemoe
     olmoe flex_olmo
     minimax_m2
     bailing_moe_v2

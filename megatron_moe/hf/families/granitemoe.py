@@ -15,12 +15,6 @@ _FACTORS = {
     "logits_scaling": "logits_scaling",
     "attention_multiplier": "softmax_scale",
 }
-NAMES = TensorNames(
-    experts="block_sparse_moe.",
-    matrices=("input_linear", "output_linear"),
-    router="block_sparse_moe.router.layer.weight",
-    shared="shared_mlp.",
-)
 
 
 def read(keys: Keys) -> dict[str, Any]:
@@ -62,5 +56,9 @@ FAMILY = Family(
     models="Granite 3.0 and 3.1 1B-A400M, 3B-A800M, PowerMoE-3B",
     reads="`embedding_multiplier`, `residual_multiplier`, `attention_multiplier`, `logits_scaling`",
     refuses="`attention_bias`, `rope_scaling`",
-    names=NAMES,
+    names=TensorNames(
+        experts="block_sparse_moe.",
+        matrices=("input_linear", "output_linear"),
+        router="block_sparse_moe.router.layer.weight",
+    ),
 )
