@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import inspect
 import sys
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -26,10 +25,11 @@ from megatron.core.tensor_parallel import random as engine_random
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_moe import platform
 from megatron_moe.checkpoint import manifest
@@ -182,22 +182,23 @@ def test_a_stage_without_moe_layers_has_no_losses_to_log(pg):
     assert update_routers([torch.nn.Linear(2, 2)]).aux_losses == ()
 
 
-def test_layers_that_are_not_recomputed_are_not_told_the_padding():
-    hidden, mask = torch.ones(4, 1, 8, requires_grad=True), torch.zeros(1, 4, dtype=torch.bool)
+def test_layers_that_are_not_recomputed_are_not_told_the_padding(pg):
     told: list[torch.Tensor | None] = []
 
-    class Layer(torch.nn.Module):
+    class Layer(TransformerLayer):
+        def __init__(self, config: Any, layer_number: int, **_: Any) -> None:
+            torch.nn.Module.__init__(self)
+            self.config, self.layer_number = config, layer_number
+
         def forward(self, hidden_states, padding_mask=None, **_):
             told.append(padding_mask)
             return hidden_states, None
 
-    block = TransformerBlock.__new__(TransformerBlock)
-    torch.nn.Module.__init__(block)
-    block.config = small_config(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
-    block.layers, block.num_layers_per_pipeline_rank = torch.nn.ModuleList([Layer(), Layer()]), 2
-    others = inspect.signature(TransformerBlock._checkpointed_forward).parameters
-    nothing = {name: None for name in others if name not in ("self", "extract_layer_indices", "layer_offset")}
-    block._checkpointed_forward(**{**nothing, "hidden_states": hidden, "padding_mask": mask})
+    config = small_config(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
+    layers = TransformerBlockSubmodules(layer_specs=[ModuleSpec(module=Layer)] * 2)
+    block = TransformerBlock(config, layers, post_layer_norm=False, pg_collection=pg)
+    hidden, mask = torch.ones(4, 1, 8, requires_grad=True), torch.zeros(1, 4, dtype=torch.bool)
+    block(hidden, None, padding_mask=mask)
     assert told[0] is not None and present("N14") == (told[1] is None)
 
 
