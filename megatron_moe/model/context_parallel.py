@@ -284,9 +284,8 @@ class _FlashInPieces(torch.autograd.Function):
         sinks: Tensor | None = None,
     ) -> Tensor:
         pieces = over.pieces(query.shape[2], documents, window)
-        context, logsumexp = attend_pieces(
-            query, over.whole(key, documents), over.whole(value, documents), scale, pieces
-        )
+        whole = over.whole(key, documents), over.whole(value, documents)
+        context, logsumexp = platform.kernel(attend_pieces)(query, *whole, scale, pieces)
         if sinks is not None:
             alone, logsumexp = logsumexp, torch.logaddexp(logsumexp, sinks.unsqueeze(-1))
             context *= (alone - logsumexp).exp().unsqueeze(-1)
@@ -300,7 +299,7 @@ class _FlashInPieces(torch.autograd.Function):
         query, key, value, context, logsumexp, sinks = ctx.saved_tensors
         over, documents = ctx.over, ctx.documents
         whole = (over.whole(key, documents), over.whole(value, documents))
-        grad_query, grad_key, grad_value = piece_gradients(
+        grad_query, grad_key, grad_value = platform.kernel(piece_gradients)(
             grad, query, *whole, context, logsumexp, ctx.scale, ctx.pieces
         )
         grad_key, grad_value = over.own(grad_key, documents), over.own(grad_value, documents)

@@ -353,7 +353,7 @@ def comparison_report(plan: dict[str, Any]) -> str:
             rows.append([row["change"], brief(row["max_memory_gib"]), fits, f"{row['relative_time']:.3f}"])
         text += f"\n{_table(rows)}\n"
     found = plan["zero"]  # which ZeRO stage to take, and what ZeRO++ saves between machines with it
-    chosen = f"--data-parallel-sharding-strategy {found['strategy']} ({brief(found['max_memory_gib'])} GiB)"
+    chosen = f"{found['flags']} ({brief(found['max_memory_gib'])} GiB)"
     if not found["fits"]:
         return (
             f"{text}\nno ZeRO stage leaves a tenth of the device free; least takes {chosen}:\n"

@@ -64,6 +64,8 @@ class BufferKind(NamedTuple):
 
 EMBEDDING, DENSE, MOE, PREDICTION, LOSS = "E", "d", "e", "m", "L"
 """Kinds of parts: of layers the dense and those with experts."""
+WINDOW = "w"
+"""What follows the kind of a layer that attends to a window."""
 
 _CHANGED = ("kept", "forward_peak", "backward_peak", "flops", "leaving", "moved")
 """What recomputation and offload change of a layer."""
@@ -150,7 +152,9 @@ class LayerCosts:
         self._chunk = functools.cache(self._put_together)
         self.run_of = functools.cache(lambda layout: layout.run(run, None))
         """The run in a layout: what is recomputed makes no difference to what is read of it here."""
-        self._layers = [MOE if has_experts else DENSE for has_experts in run.derived.moe_layer_pattern]
+        self._layers = []
+        for has_experts, window in zip(run.derived.moe_layer_pattern, run.derived.window_pattern):
+            self._layers.append((MOE if has_experts else DENSE) + WINDOW * window)
         self.kinds = tuple(dict.fromkeys(reversed(self._layers)))
         """The kinds of the model's layers, the last layer's first."""
         self.shardings = layer_shardings(run, world_size, machine)
@@ -178,7 +182,9 @@ class LayerCosts:
 
     def reference(self, sharding: LayerSharding, kind: str = MOE) -> LayerSharding:
         """Return the sharding whose recomputation is traced for all like it: for experts with any EP, else any."""
-        return self._of_experts[sharding.tp, sharding.etp] if kind == MOE else self._of_the_rest[sharding.tp]
+        if kind.startswith(MOE):
+            return self._of_experts[sharding.tp, sharding.etp]
+        return self._of_the_rest[sharding.tp]
 
     # One part.
 
@@ -195,13 +201,13 @@ class LayerCosts:
             "global_batch_size": None,
             "first_last_layers_bf16": False,
             "optimizer_cpu_offload": False,
-            # A layer with a window keeps as much, and is taken to compute as much, as one without.
-            **dict.fromkeys(("window_size", "window_attn_skip_freq")),
+            "window_size": base.model.window_size if kind.endswith(WINDOW) else None,
+            "window_attn_skip_freq": None,
         }
         if base.derived.zero_stage >= 2:
             changes |= {"data_parallel_sharding_strategy": "optim", **UNSHARDED}
         if base.moe.num_experts is not None:
-            changes["moe_layer_freq"] = f"[{int(kind == MOE)}]*{stages}"
+            changes["moe_layer_freq"] = f"[{int(kind.startswith(MOE))}]*{stages}"
         if modules is not None:
             changes |= recomputing(modules)
         elif base.training.recompute_granularity == "full":
@@ -244,9 +250,9 @@ class LayerCosts:
         if modules is not None:
             modules = ()
         kind = self.kinds[0]
-        if part != MOE and (part, kind) != (PREDICTION, MOE):  # which has experts, too
+        if not (kind if part == PREDICTION else part).startswith(MOE):  # what has no experts is alike for any EP
             sharding = self.reference(sharding, part)
-        if part in (MOE, DENSE):
+        if part.startswith((MOE, DENSE)):
             return self._stage(sharding, modules, part, 1)
         if part == PREDICTION:
             return self._stage(sharding, modules, kind, 3).beyond(self._stage(sharding, modules, kind, 2))
@@ -261,7 +267,7 @@ class LayerCosts:
         """Return a part with a set of modules recomputed: without them, and what they change at another EP."""
         plain = self.plain(sharding, modules, part)
         kind = self.kinds[0] if part == PREDICTION else part
-        missing = _WITHOUT.get(kind, modules or ())
+        missing = _WITHOUT.get(kind.removesuffix(WINDOW), modules or ())
         modules = tuple(name for name in modules or () if name not in missing)
         if not modules:
             return plain

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,13 +145,15 @@ def legal(run: Run, world_size: int) -> bool:
     return True
 
 
-def nearby_layouts(run: Run) -> Iterator[tuple[str, Run]]:
-    """Yield (changed flags, run) for every single change of the layout: sizes halved and doubled, and the like.
+def nearby_layouts(run: Run) -> Iterator[Run]:
+    """Yield a run for every single change of the layout: sizes halved and doubled, and the like.
 
     With a size change the flags that the rules require along with it: sequence parallelism is on with TP; uneven ends
     and layouts by letters belong to the old number of stages.
     """
     sections, layers = {**vars(run.parallel), **vars(run.training)}, run.model.num_layers
+    if run.parallel.tensor_model_parallel_size > 1 and not run.parallel.sequence_parallel:
+        yield replace(run, sequence_parallel=True)
     for name in (*_SIZES, "micro_batch_size"):
         for size in (sections[name] // 2, sections[name] * 2):
             changes: dict[str, Any] = {name: size}
@@ -171,23 +173,21 @@ def nearby_layouts(run: Run) -> Iterator[tuple[str, Run]]:
                         last = layers - layers // size * (size - 1)
                     changes |= {**_UNDIVIDED, "decoder_last_pipeline_num_layers": last}
             if size:
-                yield f"--{name.replace('_', '-')} {size}", replace(run, **changes)
+                yield replace(run, **changes)
     virtual = None
     if run.derived.virtual_pipeline_size is not None:
         virtual = len(run.derived.pipeline_stages[0].layers)
     by_letters = run.parallel.pipeline_model_parallel_layout is not None
     for count in (None, 1, 2, 4):
         if run.parallel.pipeline_model_parallel_size > 1 and count != virtual and not by_letters:
-            words = f"--num-layers-per-virtual-pipeline-stage {count or 'none'}"
-            yield words, replace(run, **{**_UNDIVIDED, "num_layers_per_virtual_pipeline_stage": count})
+            yield replace(run, **{**_UNDIVIDED, "num_layers_per_virtual_pipeline_stage": count})
     for stage, strategy in enumerate(SHARDING_STRATEGIES):
         if stage != run.derived.zero_stage:
-            yield f"--data-parallel-sharding-strategy {strategy}", with_stage(run, strategy)
+            yield with_stage(run, strategy)
     if run.training.recompute_granularity != "full":
-        words = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-        yield words, recomputed(run, FULL)
+        yield recomputed(run, FULL)
     if run.training.recompute_granularity is not None:
-        yield "--recompute-granularity none", recomputed(run, ())
+        yield recomputed(run, ())
 
 
 def require_legal(run: Run, world_size: int) -> None:
@@ -203,31 +203,35 @@ def require_legal(run: Run, world_size: int) -> None:
         text = str(error)
     found: list[str] = []
     seen = {run}
-    level = [("", run)]
+    level = [run]
     for _ in range(2):
         following = []
-        for words, one in level:
-            for change, other in nearby_layouts(one):
-                if other in seen:
-                    continue
-                seen.add(other)
-                following.append((f"{words} {change}".strip(), other))
-                if legal(other, world_size):
-                    found.append(following[-1][0])
-            if len(found) >= 5:
-                break
+        for other in itertools.chain.from_iterable(map(nearby_layouts, level)):
+            if other in seen:
+                continue
+            seen.add(other)
+            following.append(other)
+            if legal(other, world_size):
+                found.append(changed_flags(run, other))
         level = following
         if len(found) >= 5:
             break
     if found:
-        text += "\n  ".join(["\nnearest legal layouts, each by what changes:", *found[:5]])
+        text += "\n  ".join(["\nnearest legal layouts, each by the flags that change:", *found[:5]])
     raise ConfigError(text)
+
+
+def changed_flags(run: Run, other: Run) -> str:
+    """Return the flags of another layout of a run, which replace those that the run was typed with."""
+    return " ".join(spelled(run, other, all_fields()))
 
 
 def with_stage(run: Run, strategy: str) -> Run:
     """Return `run` with another ZeRO stage, without the flags that belong to the one it had."""
     changes: dict[str, Any] = {**UNSHARDED, "data_parallel_sharding_strategy": strategy}
-    changes |= {"use_distributed_optimizer": False, "overlap_param_gather": False, "optimizer_cpu_offload": False}
+    changes |= {"overlap_param_gather": False, "optimizer_cpu_offload": False}
+    if strategy == "no_shard":
+        changes["use_distributed_optimizer"] = False
     if strategy not in ("no_shard", "optim"):
         changes |= {"overlap_grad_reduce": False, "ddp_bucket_size": None}
     return replace(run, **changes)
@@ -497,10 +501,10 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def spelled(base: Run, chosen: Run) -> list[str]:
-    """Return the words that make the second run of the first one, as they are typed."""
+def spelled(base: Run, chosen: Run, names: Iterable[str] = ("global_batch_size", *_SEARCHED)) -> list[str]:
+    """Return the words that make the second run of the first one, as they are typed, for the fields of these names."""
     words: list[str] = []
-    for name in ("global_batch_size", *_SEARCHED):
+    for name in names:
         known = all_fields()[name]
         before = getattr(getattr(base, known.section), name)
         after = getattr(getattr(chosen, known.section), name)

@@ -30,6 +30,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron_moe import platform
 from megatron_moe.engine.patching import replaced
+from megatron_moe.model.context_parallel import attend_pieces, piece_gradients
 from megatron_moe.platform.protocols import AutogradContext
 
 # ---- The bytes of all live tensors, storage by storage, while operations run.
@@ -297,6 +298,35 @@ class MetaTracer(LiveBytes):
             _results[key] = _Result(result.shape, result.stride(), result.dtype, flops)
         return result
 
+    def once(self, function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        """Return a function that calls this one once for arguments of certain shapes, and then takes what it took.
+
+        For attention over a window: its many small operations are alike in all layers and layouts.
+        """
+
+        def call(*args: Any) -> tuple[Tensor, ...]:
+            key = (function, platform.has_cuda(), self.attended, *map(_key_of, args[:-1]), repr(args[-1]))
+            flops, live, peak = self.flops, self.live, self.peak
+            known = _taken.get(key)
+            if known is None:
+                self.peak = live
+                results = function(*args)
+                of_results = tuple(
+                    (one.shape, one.stride(), one.dtype, one.untyped_storage().nbytes()) for one in results
+                )
+                _taken[key] = (of_results, self.flops - flops, self.peak - live)
+                self.peak = max(self.peak, peak)
+                return results
+            of_results, more_flops, more_bytes = known
+            self.flops += more_flops
+            self.peak = max(peak, live + more_bytes)
+            return tuple(
+                torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=_META).as_strided(shape, stride)
+                for shape, stride, dtype, nbytes in of_results
+            )
+
+        return call
+
     def label_of(self, tensor: Tensor) -> str | None:
         """Return "logits" for a tensor of their shape, otherwise the label of the `labelled` block."""
         tokens, vocabulary = self._logits_shape
@@ -329,6 +359,8 @@ def meta_device(device: str, logits_shape: tuple[int, int], attended: float = 1.
         F.scaled_dot_product_attention: attend,
         F.rms_norm: lambda x, shape, weight, eps: _Normalise.apply(x, weight),
         platform.host_memory: host_memory,
+        attend_pieces: tracer.once(attend_pieces),
+        piece_gradients: tracer.once(piece_gradients),
     }
     with platform.fake_device(device, kernels), tracer:
         yield tracer
@@ -385,6 +417,8 @@ class _Result(NamedTuple):
 
 # Cache of this process, by function and arguments; a result on the meta device depends on nothing else.
 _results: dict[Hashable, _Result] = {}
+_taken: dict[Hashable, tuple[tuple[tuple[Any, ...], ...], int, int]] = {}
+"""Cache of `MetaTracer.once`: size, stride, dtype and bytes of each result; FLOPs; peak above what was live."""
 
 
 def _compute(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int]:

@@ -22,6 +22,7 @@ from megatron_moe_tools.plan.buffers import Buffer, GatheredUnit, HeldTogether
 from megatron_moe_tools.plan.layouts import (
     GIB,
     Machine,
+    changed_flags,
     legal,
     nearby_layouts,
     vocabulary,
@@ -627,7 +628,7 @@ def ranked(
     recomputation makes three passes four. Communication, and kernels that are slower on smaller pieces, are left out.
     """
     rows: list[dict[str, Any]] = []
-    for words, other in nearby_layouts(run):
+    for other in nearby_layouts(run):
         if not legal(other, world_size):
             continue
         gib = peak_gib(other, world_size, machine, known)
@@ -635,7 +636,7 @@ def ranked(
         relative_time = 1 + (stages - 1) / (chunks * other.derived.num_microbatches(world_size))
         if other.training.recompute_granularity == "full":
             relative_time *= 4 / 3
-        row = {"change": words, "layout": layout(other, world_size), "max_memory_gib": gib}
+        row = {"change": changed_flags(run, other), "layout": layout(other, world_size), "max_memory_gib": gib}
         rows.append({**row, "fits": gib <= machine.memory_gib, "relative_time": relative_time})
     rows.sort(key=lambda row: (not row["fits"], round(row["relative_time"], 3), row["max_memory_gib"]))
     return rows[:count]
@@ -648,13 +649,16 @@ def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[H
     there is nothing to share: stage 1 takes less and sends less. `known`: see `trace_ranks`.
 
     Returns:
-        strategy, max_memory_gib, fits, between_nodes (bytes that a rank sends to other machines in a step); switches:
-        flags of ZeRO++ that send less of it and fit, with between_nodes_with_switches and max_memory_gib_with_switches.
+        strategy, flags, max_memory_gib, fits, between_nodes (bytes that a rank sends to other machines in a step);
+        switches: flags of ZeRO++ that send less of it and fit, with between_nodes_with_switches and
+        max_memory_gib_with_switches.
     """
     shared = run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size
     limit, least = FILLED * machine.memory_gib, float("inf")
-    for strategy in SHARDING_STRATEGIES[min(shared - 1, 1) :]:
-        other = with_stage(run, strategy)
+    for stage, strategy in enumerate(SHARDING_STRATEGIES):
+        if stage < min(shared - 1, 1):
+            continue
+        other = run if stage == run.derived.zero_stage else with_stage(run, strategy)
         if least <= limit or not legal(other, world_size):
             continue
         gib = peak_gib(other, world_size, machine, known)
@@ -663,6 +667,7 @@ def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[H
     sent = _between_nodes(chosen, world_size, machine, known)
     found = {
         "strategy": its_strategy,
+        "flags": changed_flags(run, chosen) or f"--data-parallel-sharding-strategy {its_strategy}",
         "max_memory_gib": least,
         "fits": least <= limit,
         "between_nodes": sent,

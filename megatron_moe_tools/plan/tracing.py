@@ -157,14 +157,15 @@ def trace_ranks(
 def _kind(run: Run, stage: int) -> Hashable:
     """Return a key that is equal for stages whose traces differ in nothing but the numbers of ranks and layers.
 
-    It says which layers have experts, and which other parts of the model it has. Modules that are kept in fp32, and
-    frozen parameters, may be named by their layer, so with them no stage is like another.
+    It says which layers have experts or windows, and which other parts of the model it has. Modules that are kept in
+    fp32, and frozen parameters, may be named by their layer, so with them no stage is like another.
     """
     if run.precision.keep_fp32 is not None or run.optimizer.freeze is not None:
         return stage
     kinds = []
     for chunk in run.derived.chunks_of_pipeline_rank(stage):
-        layers = tuple(run.derived.moe_layer_pattern[chunk.layers.start : chunk.layers.stop])
+        of_layers = slice(chunk.layers.start, chunk.layers.stop)
+        layers = run.derived.moe_layer_pattern[of_layers], run.derived.window_pattern[of_layers]
         kinds.append((layers, chunk.embedding, chunk.predictions, chunk.loss, chunk.receives))
     return tuple(kinds)
 

@@ -8,10 +8,12 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron_moe.config.command_line import groups, parts
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.latent_exchange import exchange_cost
 from megatron_moe.config.presets import PRESETS
 from megatron_moe.config.schema import build, replace
+from megatron_moe_tools import compat
 from megatron_moe_tools.plan import tracing
 from megatron_moe_tools.plan.latent_exchange import compared_exchanges
 from megatron_moe_tools.plan.layouts import Machine, legal, nearby_layouts, require_legal
@@ -246,12 +248,41 @@ def test_planning_leaves_no_trace_in_the_process(monkeypatch):
 
 
 def test_layouts_nearby_are_legal_and_one_change_away():
-    run, stuck = (build({**TINY, "expert_model_parallel_size": size}) for size in (2, 3))
-    near = [other for _, other in nearby_layouts(run) if legal(other, 4)]
+    run = build({**TINY, "expert_model_parallel_size": 2})
+    near = [other for other in nearby_layouts(run) if legal(other, 4)]
     assert legal(run, 4) and near and run not in near
-    assert not legal(stuck, 4)
-    with pytest.raises(ConfigError, match="what changes:\n  --expert-model-parallel-size 1\n"):
-        require_legal(stuck, 4)
+
+
+@pytest.mark.parametrize(
+    ("refused", "among"),
+    [
+        ("--expert-model-parallel-size 3", "--expert-model-parallel-size 1"),
+        ("--tensor-model-parallel-size 2", "--sequence-parallel"),
+        ("--tensor-model-parallel-size 3 --sequence-parallel", "--tensor-model-parallel-size 1 --no-sequence-parallel"),
+        (
+            "--pipeline-model-parallel-size 2 --data-parallel-sharding-strategy optim_grads",
+            "--pipeline-model-parallel-size 1",
+        ),
+        (
+            "--use-distributed-optimizer --data-parallel-sharding-strategy no_shard",
+            "--data-parallel-sharding-strategy optim",
+        ),
+    ],
+)
+def test_each_layout_that_a_refusal_names_is_allowed_when_its_flags_are_typed_instead(refused, among):
+    argv = ["--preset", "tiny", "--vocab-size", "1000", *refused.split()]
+    with pytest.raises(ConfigError) as error:
+        require_legal(compat.parse(argv), 4)
+    named = str(error.value).partition("flags that change:\n  ")[2].split("\n  ")
+    assert among in named
+    fields = compat.parser().fields_by_flag()
+    for words in named:
+        changed = [parts(group)[0] for group in groups(words.split())]
+        again = words.split()
+        for group in groups(argv):
+            if fields.get(group[0]) not in map(fields.get, changed) or group[0] == "--preset":
+                again += group
+        assert legal(compat.parse(again), 4), words
 
 
 def test_what_is_recomputed_is_not_kept():

@@ -22,6 +22,10 @@ SMALL = {"vocab_size": 1000, "bf16": True, "global_batch_size": 16, "micro_batch
 TINY = {**PRESETS["tiny"], **SMALL, "num_layers": 6, "moe_layer_freq": "[0]*2+[1]*4"}
 MOVED = {**TINY, "min_offloaded_tensor_size": 1}
 GQA = {**PRESETS["tiny-gqa"], **SMALL}
+WINDOWS = {
+    **GQA, "num_layers": 4, "seq_length": 512, "max_position_embeddings": 512, "window_size": "15,0",
+    "window_attn_skip_freq": 2,
+}  # fmt: skip
 DENSE = {**SMALL, "num_layers": 7, "hidden_size": 96, "num_attention_heads": 6, "seq_length": 64}
 
 
@@ -131,19 +135,20 @@ def test_the_answer_is_that_of_planning_every_layout():
 
 
 TIMED = [
-    ({"tp": 2, "pp": 2, "vpp": 2, "etp": 1, "ep": 2, "offload": True}, ()),
-    ({"tp": 1, "pp": 1, "ep": 4, "zero": 3, "offload": False}, ()),
-    ({"tp": 2, "pp": 1, "etp": 1, "ep": 4, "zero": 1, "offload": False}, ("moe",)),
+    (TINY, 8, {"tp": 2, "pp": 2, "vpp": 2, "etp": 1, "ep": 2, "offload": True}, ()),
+    (TINY, 8, {"tp": 1, "pp": 1, "ep": 4, "zero": 3, "offload": False}, ()),
+    (TINY, 8, {"tp": 2, "pp": 1, "etp": 1, "ep": 4, "zero": 1, "offload": False}, ("moe",)),
+    (WINDOWS, 2, {"tp": 1, "pp": 1, "ep": 2, "zero": 1, "offload": False}, ("moe",)),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "modules"), rows(TIMED, test=TIMED[:1]))
-def test_the_time_of_a_step_is_that_of_the_plans_flops_and_traffic(sizes, modules):
-    looked = search(TINY, 8, gpus_per_node=2, mfu=1e-6)
+@pytest.mark.parametrize(("flat", "world_size", "sizes", "modules"), rows(TIMED, test=TIMED[:1]))
+def test_the_time_of_a_step_is_that_of_the_plans_flops_and_traffic(flat, world_size, sizes, modules):
+    looked = search(flat, world_size, gpus_per_node=2, mfu=1e-6)
     layout, on = pick(looked.layouts(), **sizes), looked.machine
     found = looked.costs.step_time(layout, modules)
     run = layout.run(looked.run, modules)
-    plan = make_plan(run, 8, on)
+    plan = make_plan(run, world_size, on)
     micro_batches, chunks = plan["micro_batches"], plan["layout"]["VPP"]
     rate = on.mfu * on.peak_tflops * 1e12
 

@@ -61,6 +61,7 @@ LAYOUTS = {
     "one rank, packed state": (1, {**PACKED, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "fp8"}),
     "one rank, offloaded and recomputed": (1, {**FREED, **offloading("attn_norm", "mlp_norm", "moe_act")}),
     "one rank, grouped-query attention, offloaded": (1, {**GQA, **OFFLOADED}),
+    "one rank, windows in some layers": (1, {**GQA, "window_size": "15,0", "window_attn_skip_freq": 2}),
     "DP2, packed state, averaged": (2, {**PACKED, **ZERO_1, "exp_avg_dtype": "bf16", "ema_decay": 0.9}),
     "DP2, ZeRO 2, packed state": (2, {**PACKED, **ZERO_2, "exp_avg_sq_dtype": "bf16"}),
     "DP2, ZeRO 3, averaged": (2, {**ZERO_3, "ema_decay": 0.9}),
