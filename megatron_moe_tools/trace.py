@@ -78,7 +78,12 @@ def _main(argv: list[str]) -> int:
     tokenizer = None
     if flags.texts or (flags.tokens and flags.picture):
         chosen = {name: getattr(flags, name) for name in TOKENIZER_FIELDS if getattr(flags, name) is not None}
-        tokenizer = tokenizer_of_model(source, chosen)
+        try:
+            tokenizer = tokenizer_of_model(source, chosen)
+        except ConfigError as error:
+            if flags.tokens is None:
+                raise
+            raise ConfigError(f"--picture {flags.picture}: shows the text of the tokens; {error}") from error
     sequences = None
     if flags.tokens is not None:
         sequences = sequences_of_file(flags.tokens, source)

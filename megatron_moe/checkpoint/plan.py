@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from megatron_moe.checkpoint import folder, origin
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.model_flags import ModelConfig, MoEConfig
+from megatron_moe.config.fields import all_fields
 from megatron_moe.config.module_names import frozen, kept_in_fp32
 from megatron_moe.config.rotary import ROTARY_FIELDS, change
 from megatron_moe.config.schema import Run, fields_by_name, flatten, replace
@@ -242,8 +241,7 @@ def _check_restart(restart: int | None, source: CheckpointSource) -> None:
 
 def architecture_keys() -> list[str]:
     """Return the configuration keys that a checkpoint and the run that loads it must agree on."""
-    compared = [field for section in (ModelConfig, MoEConfig) for field in dataclasses.fields(section)]
-    return [field.name for field in compared if field.metadata["resume"] != "free"]
+    return [name for name, field in all_fields().items() if field.is_architecture]
 
 
 def other_dtypes(run: Run, saved: dict[str, Any]) -> list[str]:

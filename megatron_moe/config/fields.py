@@ -42,6 +42,12 @@ class Field:
     within: Range | None
     help: str
     unit: str
+    resume: str
+
+    @property
+    def is_architecture(self) -> bool:
+        """Whether a checkpoint and the run that loads it must agree on the field."""
+        return self.section in ("model", "moe") and self.resume != "free"
 
     @property
     def choices(self) -> tuple | None:
@@ -98,7 +104,7 @@ def _read(section: str, f: dataclasses.Field, annotation: Any) -> Field:
         optional,
         f.default,
         allowed=meta["choices"],
-        **{key: meta[key] for key in ("within", "help", "unit")},
+        **{key: meta[key] for key in ("within", "help", "unit", "resume")},
     )
 
 

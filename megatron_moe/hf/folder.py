@@ -326,6 +326,11 @@ def _with_unpacked(tensors: dict[str, TensorLocation]) -> tuple[dict[str, Tensor
     """
     found, scales = dict[str, TensorLocation](), dict[str, str]()
     for name, stored in tensors.items():
+        if stored.dtype == "uint8" and name.endswith(PACKED_SCALES):
+            blocks = tensors.get(name.removesuffix(PACKED_SCALES) + PACKED)
+            if blocks is None or blocks.dtype != "uint8":
+                needed = shortened(name.removesuffix(PACKED_SCALES) + PACKED)
+                raise FormatError(f"tensor {shortened(name)} needs {needed}, uint8, which is {_described(blocks)}")
         if stored.dtype != "uint8" or not name.endswith(PACKED):
             found[name] = stored
             continue
@@ -338,12 +343,19 @@ def _with_unpacked(tensors: dict[str, TensorLocation]) -> tuple[dict[str, Tensor
             )
         if scale is None or scale.dtype != "uint8" or scale.shape != shape[:3]:
             raise FormatError(
-                f"tensor {shortened(name)} needs {shortened(weight + PACKED_SCALES)}, uint8 {list(shape[:3])}"
+                f"tensor {shortened(name)}, uint8 {list(shape)}, needs {shortened(weight + PACKED_SCALES)}, uint8 "
+                f"{list(shape[:3])}, which is {_described(scale)}"
             )
         shape = (shape[0], shape[2] * MXFP4_BLOCK, shape[1])
         found[weight] = TensorLocation(stored.file, MXFP4, shape, stored.begin, stored.end)
         scales[weight] = weight + PACKED_SCALES
     return found, scales
+
+
+def _described(stored: TensorLocation | None) -> str:
+    if stored is None:
+        return "missing"
+    return f"{stored.dtype} {list(stored.shape)}"
 
 
 def _scales(tensors: dict[str, TensorLocation], block: tuple[int, int]) -> dict[str, str]:

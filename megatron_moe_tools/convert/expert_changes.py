@@ -21,13 +21,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_moe.config import rules, schema
+from megatron_moe.config import schema
 from megatron_moe.config.errors import ConfigError, listing
 from megatron_moe.config.schema import Run
 from megatron_moe.io.program import note
 from megatron_moe_tools.convert.certificate import Row
 from megatron_moe_tools.convert.pipeline import EXPERTS, Block, ConversionSource
 from megatron_moe_tools.convert.remade import Recipe, RemadeSource
+from megatron_moe_tools.convert.upcycle_plan import require_sound
 from megatron_moe_tools.models.experts import Sequences, experts_by_layer, weight_cosines
 from megatron_moe_tools.models.load_model import load_model
 from megatron_moe_tools.models.source import ModelSource, locate
@@ -98,7 +99,7 @@ def require_possible(run: Run, change: ExpertChange, where: str) -> Run:
             "leaves as many in each"
         )
     new = schema.replace(run, num_experts=number)
-    rules.check_model(schema.replace(new, moe_expert_backend="loop"), 1)
+    require_sound(new)
     return new
 
 

@@ -669,7 +669,7 @@ def packed(weight: Tensor) -> RoundedWeight:
         fraction, exponent = torch.frexp(blocks.abs().amax(-1))
         exponent = (exponent - 2 - (fraction <= 0.75).int()).clamp(-127, 127)
         scaled = torch.ldexp(blocks, -exponent.unsqueeze(-1))
-        code = torch.bucketize(scaled.abs(), _BETWEEN)
+        code = torch.bucketize(scaled.abs().contiguous(), _BETWEEN)  # torch warns of a copy that it would make
         magnitude = torch.ldexp(FP4_VALUES[code], exponent.unsqueeze(-1))
         exact[expert] = torch.where(scaled.signbit(), -magnitude, magnitude).flatten(1).t()
         code = (code + 8 * scaled.signbit()).to(torch.uint8).unflatten(-1, (-1, 2))

@@ -98,6 +98,14 @@ class UpcycleFlags:
     seed: int | None = None
 
 
+def require_sound(run: Run) -> None:
+    """Check the settings of a new model. Raises ConfigError: no run can train it.
+
+    A run chooses its length and the backend of its experts; there are some that any model works with.
+    """
+    rules.check_model(schema.replace(run, seq_length=run.derived.max_position_embeddings, moe_expert_backend="loop"), 1)
+
+
 def upcycled_run(dense: Run, given: dict[str, Any], flags: UpcycleFlags, where: str) -> tuple[Run, Upcycling]:
     """Return the run of the upcycled model, and how its experts are made.
 
@@ -120,8 +128,7 @@ def upcycled_run(dense: Run, given: dict[str, Any], flags: UpcycleFlags, where: 
     width, shared = dense.derived.ffn_hidden_size, given.get("moe_shared_expert_intermediate_size") or 0
     parts, expert = _cut(width, shared, given.get("moe_ffn_hidden_size"), flags.granularity)
     run = schema.replace(dense, **{**given, "moe_ffn_hidden_size": expert})
-    # Which backend multiplies the experts is chosen by a run; one of them takes any width.
-    rules.check_model(schema.replace(run, moe_expert_backend="loop"), 1)
+    require_sound(run)
     moe, experts = run.moe, given["num_experts"]
     if experts % parts:
         raise ConfigError(

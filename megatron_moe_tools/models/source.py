@@ -199,12 +199,16 @@ def tokenizer_of_model(source: ModelSource, chosen: Mapping[str, Any] | None = N
     came_along = tokenizer_of_folder(there, source.companions)
     if came_along is not None:
         return came_along
-    if there == source.path:
+    config = {}
+    if there != source.path:
+        config = folder.read_json(source.path / folder.CONFIG)
+    if not any(
+        config.get(name) for name in ("tokenizer_type", "mock_data", "program_data")
+    ):  # made-up tokens need none
         raise ConfigError(
             f"--load {source.path}: holds neither tokenizer.json nor tokenizer.model nor tiktoken.model; name one with "
             "--tokenizer-type and --tokenizer-model"
         )
-    config = folder.read_json(source.path / folder.CONFIG)
     trained_with = folder.read_json(source.path / folder.STATE).get("tokenizer") or {}
     return tokenizer_of_step(config, trained_with, {}, source.run.model.vocab_size or 0, f"--load {source.path}")[0]
 

@@ -12,9 +12,10 @@ from megatron_moe_tools.convert.native import MemorySource, NativeSink
 from megatron_moe_tools.convert.pipeline import convert
 from megatron_moe_tools.convert.workspace import Workspace
 
-SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {  # without a length, as of a folder that was converted
     "num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "vocab_size": 131,
-    "seq_length": 64, "group_query_attention": True, "num_query_groups": 2, "make_vocab_size_divisible_by": 64,
+    "max_position_embeddings": 64, "group_query_attention": True, "num_query_groups": 2,
+    "make_vocab_size_divisible_by": 64,
 }  # fmt: skip
 
 

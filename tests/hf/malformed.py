@@ -299,4 +299,21 @@ FP8 = {
     "fp8 with a block of one size": wrong(blocks([8]), "weight_block_size", fp8=True),
     "fp8 with blocks that the scales do not have": wrong(blocks([128, 128]), "_scale_inv", fp8=True),
 }
-CASES: dict[str, Malformed] = {**FILES, **HEADERS, **MODELS, **FP8}
+
+
+def packed(*named: str, blocks: Tensor | None, scales: Tensor | None) -> Malformed:
+    """A weight in MXFP4 besides, of which a message says what is wrong; None: it is not there."""
+    tensors = {"packed_blocks": blocks, "packed_scales": scales}
+    return wrong(extra({name: tensor for name, tensor in tensors.items() if tensor is not None}), *named)
+
+
+BLOCKS, SCALES = torch.ones(4, 8, 2, 16, dtype=torch.uint8), torch.ones(4, 8, 2, dtype=torch.uint8)
+MXFP4 = {
+    "mxfp4 without its scales": packed("packed_scales", "is missing", blocks=BLOCKS, scales=None),
+    "mxfp4 without its blocks": packed("packed_blocks", "is missing", blocks=None, scales=SCALES),
+    "mxfp4 of fewer experts than its scales": packed("[4, 8, 2]", "[3, 8, 2]", blocks=BLOCKS[:3], scales=SCALES),
+    "mxfp4 with numbers as scales": packed("packed_scales", "float32", blocks=BLOCKS, scales=SCALES.float()),
+    "mxfp4 with blocks as numbers": packed("packed_blocks", "float32", blocks=BLOCKS.float(), scales=SCALES),
+    "mxfp4 in blocks of another size": packed("[4, 8, 2, 8]", blocks=BLOCKS[..., :8].contiguous(), scales=SCALES),
+}
+CASES: dict[str, Malformed] = {**FILES, **HEADERS, **MODELS, **FP8, **MXFP4}

@@ -105,7 +105,7 @@ def test_an_upcycled_model_trains_with_depths_of_prediction_and_a_bias_that_the_
     routers = [reader.read(f"{layer}mlp.router.weight") for layer in (depth, "decoder.layers.1.", "decoder.layers.2.")]
     assert not torch.equal(routers[0], routers[2]) and not torch.equal(routers[1], routers[2])
     config = json.loads((tmp_path / "moe" / "iter_0000000" / "config.json").read_text())
-    flags = {**config, "load": str(tmp_path / "moe"), "save": str(tmp_path / "run"), "train_iters": 1}
+    flags = {**config, "seq_length": 64, "load": str(tmp_path / "moe"), "save": str(tmp_path / "run"), "train_iters": 1}
     gloo.run(1, trained, flags=flags | {"mock_data": True, "tokenizer_type": None})
     assert (tmp_path / "run" / "iter_0000001").is_dir()
 

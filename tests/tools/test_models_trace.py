@@ -210,6 +210,10 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "too long": (given(input_ids=torch.zeros(1, 2561, dtype=torch.int64)), "sequences of 2561 tokens; "),
     "a padding id": (given(input_ids=tokens_of().fill_(131)), "token id 131 is outside"),
     "no folder for the output": (lambda hf, at: ["--output", str(at / "a" / "b")], "its folder does not exist"),
+    "tokens in a picture without a tokenizer": (
+        lambda hf, at: ["--picture", str(at / "page.html")],
+        "shows the text of the tokens; --load",
+    ),
     "an output that is a folder": (lambda hf, at: ["--output", str(at)], "is a folder; name a file in it"),
 }
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_moe.config.errors import ConfigError, MissingPackage
 from megatron_moe.config.fields import all_fields, choice_suggestion
+from megatron_moe.config.rotary import ROTARY_FIELDS
 from megatron_moe.config.schema import Run
 
 Check = Callable[[Run, int], None]
@@ -78,8 +80,25 @@ class Refusal(Exception):
 
     def error(self, run: Run) -> ConfigError:
         """Return the error for the user."""
-        text = f"{', '.join(spelled(run, name) for name in self.names)}: {self.reason}"
+        text = f"{', '.join(spelled(run, name) for name in self.names)}: {_possible(self.reason, run, self.names)}"
         return (MissingPackage if self.package else ConfigError)(text, fields=self.names)
+
+
+def _possible(reason: str, run: Run, names: Names) -> str:
+    """Return a reason whose advice is not to change the architecture of the folder that the run starts from."""
+    if run.checkpoint.load_hf is None and not run.checkpoint.use_checkpoint_args:
+        return reason
+    where = "--use-checkpoint-args" if run.checkpoint.load_hf is None else f"--load-hf {run.checkpoint.load_hf}"
+    stays = set()
+    for name, field in all_fields().items():
+        if field.is_architecture and name not in ROTARY_FIELDS:
+            stays.add(field.flag)
+    others = [all_fields()[name].flag for name in names if all_fields()[name].flag not in stays]
+    why, _, advice = reason.rpartition("; ")
+    asked = [flag for flag in re.findall(r"--[a-z0-9-]+", advice) if flag in stays]
+    if not (why and asked and others):
+        return reason
+    return f"{why}; {', '.join(asked)} is the model's, from {where}: change or drop {' and '.join(others)}"
 
 
 def rule(needs: str | None = None, asks_for_package: bool = False) -> Callable[[Callable[..., None]], Check]:
