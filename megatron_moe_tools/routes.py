@@ -57,7 +57,7 @@ def _main(argv: list[str]) -> int:
     flags, words = parser().parse_known_args(argv)
     shape = RouteShape.from_run(compat.parse(words, filled_in))
     if not shape.layers:
-        raise ConfigError("the run's flags describe a dense model, which has no routes; add --preset, --load-hf or --num-experts")
+        raise ConfigError("the flags describe a dense model, which has no routes; add --load-hf or --preset")
     layers = _layers(flags.layers, shape)
     for flag, numbers in (("--layers", layers), ("--samples", flags.samples)):
         if len(set(numbers)) < len(numbers) or min(numbers) < 0:
