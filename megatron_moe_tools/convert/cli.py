@@ -445,7 +445,7 @@ def _parity(args: argparse.Namespace, output: Path) -> Parity:
     """Compare --load with the output as models."""
     from megatron_moe_tools.convert.parity import compare
 
-    note("verifying: logits, loss and choices of experts, both sides in fp32")
+    note("verifying against transformers, both sides in fp32")
     hf, native, step = output, Path(args.load), args.ckpt_step
     if args.origin == "hf":
         hf, native, step = Path(args.load), output, None
