@@ -157,10 +157,12 @@ def run(argv: list[str]) -> int:
         print(f"{save} was complete already")
         return DONE
     require_free(save, load)
-    if args.verify:  # is there memory for the model, before hours of conversion
-        from megatron_moe_tools.convert.parity import require_memory_to_verify
+    if args.verify:  # is there a model to compare with, and memory for it, before hours of conversion
+        from megatron_moe_tools.convert.parity import reference_class, require_memory_to_verify
 
-        require_memory_to_verify(locate(load, args.ckpt_step, args.family), args.verify_layers)
+        source = locate(load, args.ckpt_step, args.family)
+        reference_class(source.family)
+        require_memory_to_verify(source, args.verify_layers)
     from megatron_moe_tools.convert.remade import RemadeSource
 
     if isinstance(sink.source, RemadeSource):
