@@ -14,6 +14,7 @@ from numpy import ndarray
 
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.hf.config import filled_in
 from megatron_moe.hf.safetensors_file import read_header
 from megatron_moe.io.files import require_writable, sync, written_aside
 from megatron_moe.io.program import DONE, run_program
@@ -54,7 +55,9 @@ def main(argv: list[str]) -> int:
 
 def _main(argv: list[str]) -> int:
     flags, words = parser().parse_known_args(argv)
-    shape = RouteShape.from_run(compat.parse(words))
+    shape = RouteShape.from_run(compat.parse(words, filled_in))
+    if not shape.layers:
+        raise ConfigError("the flags describe a dense model, which has no routes; add --load-hf or --preset")
     layers = _layers(flags.layers, shape)
     for flag, numbers in (("--layers", layers), ("--samples", flags.samples)):
         if len(set(numbers)) < len(numbers) or min(numbers) < 0:

@@ -260,7 +260,7 @@ def _example(field: Field) -> str:
 
 # Copy-paste mistakes in words and values: characters of a web page or a Windows file, and what no shell has expanded
 
-FREE_TEXT = frozenset({"sample_prompt", "prompts"})
+FREE_TEXT = frozenset({"sample_prompt", "prompts", "texts"})
 """Names of settings whose values are prose: they may be empty, and have any dashes and quotation marks."""
 _UNTOUCHED_BY_SHELLS = frozenset({"match", "json_keys", "tiktoken_special_tokens"})
 """Names of settings whose values are patterns, keys and tokens, in which `$` and `<...>` mean themselves."""

@@ -50,7 +50,7 @@ class Rotation:
             return frequencies / factor
         if model.rope_type == "longrope":
             factors = model.long_factor if self.is_long(length) else model.short_factor
-            return 1.0 / (torch.tensor(factors) * periods)
+            return 1.0 / (torch.tensor(factors, device=periods.device) * periods)
         kept = 1 - self._yarn_ramp() if model.rope_type == "yarn" else self._llama3_share(frequencies)
         return frequencies / factor * (1 - kept) + frequencies * kept
 

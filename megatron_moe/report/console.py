@@ -205,7 +205,7 @@ class LiveDashboard:
         self._last: StepRecord | None = None
         self._loads: dict[int, float] = {}
         self._load: float | None = None
-        self._empty = 0
+        self._empty: int | None = None
         self._title = ""
         self._evaluation: EvalRecord | None = None
         self._events: deque[str] = deque(maxlen=_EVENTS)

@@ -39,9 +39,10 @@ class ExpertLoad:
         return max(filter(None, loads), default=None)
 
     @property
-    def empty(self) -> int:
-        """The number of (layer, expert) pairs without a token."""
-        return sum(counts.count(0) for counts in self.tokens_per_expert.values())
+    def empty(self) -> int | None:
+        """The number of (layer, expert) pairs without a token; None without counts."""
+        layers = self.tokens_per_expert.values()
+        return sum(counts.count(0) for counts in layers) if layers else None
 
 
 @dataclass(frozen=True)
@@ -307,11 +308,7 @@ BUILT_IN: tuple[Metric, ...] = (
         console_rank=70,
         tensorboard="experts/load_max_over_mean",
     ),
-    Metric(
-        "empty_experts",
-        "(layer, expert) pairs",
-        tensorboard=lambda record: {"experts/empty": record.empty_experts} if record.tokens_per_expert else {},
-    ),
+    Metric("empty_experts", "(layer, expert) pairs", tensorboard="experts/empty"),
     Metric("expert_bias_max", "largest magnitude", tensorboard="experts/bias_max"),
     Metric(
         "expert_bias_error",

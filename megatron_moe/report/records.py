@@ -46,7 +46,7 @@ class StepRecord:
     mfu: float | None = None  # with --peak-tflops
     tokens_per_expert: dict[int, list[int]] = field(default_factory=dict)
     expert_load: float | None = None
-    empty_experts: int = 0
+    empty_experts: int | None = None
     expert_bias_max: float | None = None
     expert_bias_error: float | None = None  # with quantile balancing
     aux_losses: dict[str, float] = field(default_factory=dict)

@@ -157,10 +157,12 @@ def run(argv: list[str]) -> int:
         print(f"{save} was complete already")
         return DONE
     require_free(save, load)
-    if args.verify:  # is there memory for the model, before hours of conversion
-        from megatron_moe_tools.convert.parity import require_memory_to_verify
+    if args.verify:  # is there a model to compare with, and memory for it, before hours of conversion
+        from megatron_moe_tools.convert.parity import reference_class, require_memory_to_verify
 
-        require_memory_to_verify(locate(load, args.ckpt_step, args.family), args.verify_layers)
+        source = locate(load, args.ckpt_step, args.family)
+        reference_class(source.family)
+        require_memory_to_verify(source, args.verify_layers)
     from megatron_moe_tools.convert.remade import RemadeSource
 
     if isinstance(sink.source, RemadeSource):
@@ -445,7 +447,7 @@ def _parity(args: argparse.Namespace, output: Path) -> Parity:
     """Compare --load with the output as models."""
     from megatron_moe_tools.convert.parity import compare
 
-    note("verifying: logits, loss and choices of experts, both sides in fp32")
+    note("verifying against transformers, both sides in fp32")
     hf, native, step = output, Path(args.load), args.ckpt_step
     if args.origin == "hf":
         hf, native, step = Path(args.load), output, None

@@ -125,6 +125,19 @@ def run_model(model: PreTrainedModel, tokens: Tensor) -> ReferenceResult:
     return ReferenceResult(logits, loss, experts, weights, epsilons, frequencies, amplitude)
 
 
+def reference_class(family: Family) -> Any:
+    """Return transformers' class of a family. Raises ConfigError: it has none."""
+    import transformers
+
+    # transformers may spell the class that a published folder names otherwise (Kimi-K2.5).
+    for name in (family.architecture, *family.classes):
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    raise ConfigError(
+        f"--verify: transformers {transformers.__version__} has no {family.architecture} to compare with; leave it out"
+    )
+
+
 def load_reference(folder: HFFolder, family: Family, layers: int | None = None) -> PreTrainedModel:
     """Return transformers' model of a folder's first layers: fp32, evaluation mode. Raises ConfigError: it fails."""
     import transformers
@@ -141,13 +154,11 @@ def load_reference(folder: HFFolder, family: Family, layers: int | None = None) 
                 text[key] = value[:layers]
         text["num_hidden_layers"] = layers
         content |= text if family.text is None else {family.text: text}
+    model_class = reference_class(family)
     try:
         # model_type may be one that transformers does not know, of a class that it does (Kimi-K2).
         config_class = type(transformers.AutoConfig.for_model(family.model_types[0]))
         config = config_class.from_dict({**content, "model_type": family.model_types[0]})
-        # transformers may spell the class that a published folder names otherwise (Kimi-K2.5).
-        known = [name for name in (family.architecture, *family.classes) if hasattr(transformers, name)]
-        model_class = getattr(transformers, (known or [family.architecture])[0])
         options: dict[str, Any] = {"config": config, "dtype": torch.float32, "attn_implementation": "eager"}
         if folder.scales:
             where, options["state_dict"] = None, _dequantised(folder)

@@ -292,6 +292,13 @@ def test_what_cannot_be_compared_is_refused_with_what_helps(deepseek, monkeypatc
     assert "transformers, which is not installed" in capsys.readouterr().err
 
 
+def test_a_model_that_transformers_does_not_have_is_refused_before_it_is_converted(tmp_path, capsys):
+    tiny_models.make("bailing-moe-v2", 9, tmp_path / "hf")
+    assert main(words("hf", "native", tmp_path / "hf", tmp_path / "native", "--verify")) == 2
+    told = capsys.readouterr().err
+    assert "has no BailingMoeV2ForCausalLM to compare with; leave it out" in told and "converted" not in told
+
+
 def test_a_model_type_that_transformers_does_not_know_is_compared_by_its_class(deepseek, tmp_path):
     content = json.loads((deepseek / "hf" / "config.json").read_text())
     content |= {"model_type": "kimi_k2", "auto_map": {"AutoModelForCausalLM": "modeling.Model"}}

@@ -22,7 +22,7 @@ from tests.helpers.tiny_tokenizers import TEXTS, published
 EXPERTS, K = 16, 4
 WEIGHTS = "model.layers.{layer}.mlp.experts.{expert}.{matrix}_proj.weight"
 LAYERS = {1: "layer 1", 2: "layer 2", 3: "layer 3", 4: "MTP depth 1"}
-LONG, SHORT = "".join(TEXTS[:4]), "width # naïve"
+LONG, SHORT = "".join(TEXTS[:4]), "width:\n# naïve"
 
 
 @pytest.fixture(scope="module")

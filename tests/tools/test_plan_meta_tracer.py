@@ -151,6 +151,13 @@ def test_a_plan_counts_the_same(device, cp):
     assert apart * cp == run.derived.flops_per_token(vocabulary, run.model.seq_length / 16) * tokens
 
 
+def test_a_list_of_frequencies_is_planned():
+    pairs = GQA["hidden_size"] // GQA["num_attention_heads"] // 2
+    lists = {"short_factor": (1.0,) * pairs, "long_factor": (2.0,) * pairs}
+    stretched = build({**GQA, "rope_type": "longrope", "original_max_position_embeddings": 8, **lists})
+    assert planned_flops(stretched, "cuda") == planned_flops(build(GQA), "cuda")
+
+
 def test_recomputation_is_computed_and_not_in_the_models_flops():
     recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     plain, full = build(MLA), build({**MLA, **recomputed})

@@ -15,6 +15,7 @@ from megatron_moe.data.batches import token_hash
 from megatron_moe.training.route_files import RouteShape, read_part
 from megatron_moe_tools.routes import main, part_of
 from tests.helpers.trained_steps import SMALL
+from tests.hf.small_folders import sound
 
 LAYERS, LENGTH = ("--num-layers", "4", "--moe-layer-freq", "[0,1,0,1]"), 16
 MODEL = ["--preset", "tiny", "--mock-data", "--seq-length", "16", *LAYERS, "--mtp-num-layers", "1"]
@@ -110,3 +111,18 @@ def test_wrong_words_are_named(words: list[str], says: str, tmp_path: Path, monk
     typed = [word for flag, values in flags.items() for word in (flag, *values)]
     assert main(["--from", "requests", *typed, *MODEL]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_model_is_the_folders_and_a_dense_one_has_no_routes(tmp_path: Path, capsys: Any) -> None:
+    sound(tmp_path / "mixture", tmp_path / "sentinel")
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    words = ["--layers", "experts", "--samples", "3", "--seq-length", "16"]
+    theirs = {"recorded.0": torch.tensor([[0, 3]] * LENGTH), "tokens.3": TOKENS["tokens.3"]}
+    save_file(theirs, tmp_path / "theirs")
+    words += ["--load-hf", str(tmp_path / "mixture")]
+    assert main(["--from", "router-replay", "--load", str(tmp_path / "theirs"), "--output", str(ours), *words]) == 0
+    assert main(["--to", "router-replay", "--load", str(ours), "--output", str(back), *words]) == 0
+    assert torch.equal(load_file(back)["recorded.0"], theirs["recorded.0"])
+    words[-2:] = ["--num-layers", "2"]
+    assert main(["--to", "router-replay", "--load", str(ours), "--output", str(back), *words]) == 2
+    assert "dense model, which has no routes" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_expert_load_tells_the_worst_layer_the_empty_experts_and_the_largest_bia
     assert load.expert_bias_max == pytest.approx(0.4)
     assert load.aux_losses == {"aux_loss": 2.0, "z_loss": 5.0}
     assert load.dropped_per_expert == {3: [3, 1, 0, 0]}
-    assert NO_EXPERT_LOAD.worst is None
+    assert (NO_EXPERT_LOAD.worst, NO_EXPERT_LOAD.empty) == (None, None)
 
 
 def staged() -> list[dict]:
