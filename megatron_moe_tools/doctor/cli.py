@@ -61,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the doctor's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
         prog=NAME,
-        usage="%(prog)s [--json FILE] [--layouts NAME ...] [--ranks 4|8] [--documents [--hf FOLDER]] [the run's flags]\n"
-        "       %(prog)s --target NAME CONFIG ... checks another trainer: see %(prog)s --target script --help",
+        usage="%(prog)s [--json FILE] [--layouts NAME ...] [--ranks 4|8] [--documents [--hf FOLDER]] [flags]\n"
+        "       %(prog)s --target NAME CONFIG ... checks another trainer; --target script --help tells how",
         description="Does this model train the same under every layout? A small copy of it makes some steps on gloo "
         "ranks of this machine, and everything that comes out is compared with one process.",
         epilog="Exit status: 0 all layouts agree; 1 one differs or fails; 2 a mistake in the flags. Other flags, such "

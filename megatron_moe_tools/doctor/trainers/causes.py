@@ -125,11 +125,10 @@ class Evidence:
         for one in self.comparison.differences:
             if not one.quantity.startswith("copies of gradient") or one.step != self.step:
                 continue
-            held = [
-                record["tensors"][quantity][one.name][1].double()
-                for record in self.records
-                if one.name in record["tensors"][quantity]
-            ]
+            held = []
+            for record in self.records:
+                if one.name in record["tensors"][quantity]:
+                    held.append(record["tensors"][quantity][one.name][1].double())
             exact, total = self.gradients[1][one.name].double(), torch.stack(held).sum(0)
             for word, value in (("sum", total), ("mean", total / len(held))):
                 if float((value - exact).norm()) < 1e-3 * float(exact.norm()):
@@ -171,24 +170,15 @@ CAUSES = (
         "each rank keeps its own gradient: it is not averaged over the ranks that hold the weight",
     ),
     Cause(_scaled(EXPERTS, up=False), "experts' gradients are averaged over ranks that hold other experts as well"),
-    Cause(
-        _scaled(EXPERTS, up=True),
-        "experts' gradients are summed where they should be averaged, or the loss's scale is left out",
-    ),
-    Cause(
-        _scaled(SHARED, up=True),
-        "the shared expert is counted twice: each rank adds its whole output, or its gradient is summed twice",
-    ),
+    Cause(_scaled(EXPERTS, up=True), "experts' gradients are summed where they should be averaged"),
+    Cause(_scaled(SHARED, up=True), "the shared expert's output is added by each rank, or its gradient summed twice"),
     Cause(_scaled(SHARED, up=False), "the shared expert's gradient is divided once too often"),
     Cause(_scaled(ROUTERS), "the router's gradient is summed or averaged over the wrong group"),
-    Cause(
-        _scaled(DENSE),
-        "gradients of weights that every rank holds are summed or averaged over the wrong group, experts' are not",
-    ),
+    Cause(_scaled(DENSE), "weights that every rank holds are summed or averaged over the wrong group, experts are not"),
     Cause(_scaled(ALL), "the loss's scale: gradients are divided by a wrong number of ranks, micro-batches or tokens"),
     Cause(
         lambda seen: seen.kinds <= {"gradient norm"},
-        "the gradients are right, their norm is not: some are counted once per rank, or not at all, so clipping is wrong",
+        "gradients are right, their norm is not: some are counted once per rank, or not at all, and clipping is wrong",
         "Megatron-LM #5916",
     ),
     Cause(
@@ -220,7 +210,7 @@ def causes_of(evidence: Evidence) -> Iterator[str]:
             continue
         text = cause.text
         if evidence.symbols and evidence.weights != SOME:
-            text += f" (gradients of {evidence.weights} are {evidence.scale:.3g} times as large: {' or '.join(evidence.symbols)})"
+            text += f" (of {evidence.weights}, {evidence.scale:.3g} times as large: {' or '.join(evidence.symbols)})"
         if cause.seen:
             text += f"; seen in {cause.seen}"
         yield text

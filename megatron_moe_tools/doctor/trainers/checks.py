@@ -112,7 +112,7 @@ def checks_for(ranks: int, loss: str) -> list[TrainerCheck]:
             Case(ranks=ranks),
             Case(ranks=ranks, saved=True),
             needs=("save", "load"),
-            cause="part of the state (optimizer, step count, expert_bias, random state) is not saved, or not where it was",
+            cause="part of the state is not saved, or not restored: optimizer, step count, expert_bias",
         ),
     ]
     if loss != "tokens":  # its auxiliary losses and means depend on how a batch is cut

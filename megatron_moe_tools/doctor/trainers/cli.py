@@ -1,4 +1,4 @@
-"""The command line of megatron-moe doctor --target: is a trainer right that is not this one?"""
+"""The command line of megatron-moe doctor --target, which checks another trainer."""
 
 from __future__ import annotations
 
