@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_moe_tools.doctor.trainers import checks, cli, rank
+from megatron_moe_tools.doctor.trainers import cli, rank
 from megatron_moe_tools.launch.local_ranks import RankFailure
 from tests.helpers.gloo_pool import CaseFailed
 from tests.tools.forked_doctor import ForkedRanks

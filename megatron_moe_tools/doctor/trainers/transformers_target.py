@@ -34,7 +34,6 @@ OWN = {
     "ep_size": 1,
     "fsdp_size": 1,
     "tp_plan": None,
-    "use_cache": None,
 }
 """Keys that are not TrainingArguments', and what they are if they are left out."""
 _NOT_KEPT = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "report_to")
@@ -109,8 +108,8 @@ def small_config(folder: Path, settings: Mapping[str, Any]) -> Any:
 
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     values = values.get("text_config", values)
-    given = {"use_cache": settings.get("use_cache"), "router_aux_loss_coef": settings.get("router_aux_loss_coef")}
-    values |= {name: value for name, value in given.items() if value is not None}
+    if (coefficient := settings.get("router_aux_loss_coef")) is not None:
+        values["router_aux_loss_coef"] = coefficient
     size = values.get("vocab_size", 0) + 12 * values.get("hidden_size", 0) * values.get("num_hidden_layers", 1)
     if size * values.get("hidden_size", 0) > LARGEST_AS_IT_IS:
         _shrink(values)
@@ -138,7 +137,7 @@ def _shrink(values: dict[str, Any]) -> None:
 
 
 class _Rows(Dataset):
-    """This rank's sequences in the order of its micro-batches; Trainer's sampler would give each rank another share."""
+    """A rank's micro-batches in their order; Trainer's sampler would give each rank another share."""
 
     def __init__(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> None:
         self._micro_batches = micro_batches
@@ -167,7 +166,8 @@ class TransformersTrainer:
         self.vocabulary = int(self.config.vocab_size)
         self._load_from: str | None = None
         self._steps: list[dict[str, Any]] = []
-        if max(int(self._settings[name]) for name in ("tp_size", "ep_size", "fsdp_size")) > 1:
+        self._plain_loop = max(int(self._settings[name]) for name in ("tp_size", "ep_size", "fsdp_size")) > 1
+        if self._plain_loop:
             self.save = self.load = None  # type: ignore[assignment]  # a plain loop saves nothing
 
     def place(self) -> dict[str, tuple[int, int]]:
@@ -194,11 +194,10 @@ class TransformersTrainer:
             options["experts_implementation"] = self._settings["experts_implementation"]
         torch.manual_seed(0)
         self._model = AutoModelForCausalLM.from_config(self.config, **options)
-        self._distributed = False
         sizes = {name: int(self._settings[name]) for name in ("tp_size", "ep_size", "fsdp_size")}
-        if world > 1 and max(sizes.values()) > 1:
+        if world > 1 and self._plain_loop:
             self._model = self._distributed_copy(self._model, options, sizes)
-            self._distributed = True
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)  # of the plain loop
         self._model.train()
         self._counts: dict[str, Tensor] = {}
         self._token_loss, self._aux_loss = 0.0, 0.0
@@ -226,7 +225,7 @@ class TransformersTrainer:
 
     def prepare(self, batches: Sequence[Sequence[MicroBatch]]) -> None:
         """Train on all batches now."""
-        if self._distributed:
+        if self._plain_loop:
             return
         from transformers import Trainer, TrainerCallback
 
@@ -290,11 +289,17 @@ class TransformersTrainer:
 
     def step(self, batch: Sequence[MicroBatch]) -> dict[str, Any]:
         """Return what was logged of the next step; train it, in a plain loop, where the model itself is distributed."""
-        if not self._distributed:
+        if not self._plain_loop:
             self._step = self._steps.pop(0)
+            # Trainer shows gradients after they were clipped.
+            clip, norm = float(self._settings.get("max_grad_norm", 1.0)), self._step["grad_norm"]
+            if norm is not None and 0 < clip < norm:
+                for _, gradient in self._step["gradients"]:
+                    if gradient is not None:
+                        gradient *= norm / clip
             return self._step
         tokens = torch.tensor(sum(int((micro["labels"][:, 1:] != IGNORED).sum()) for micro in batch))
-        data_ranks = self.place()["dp"][1]
+        data_ranks = self.place().get("dp", (0, 1))[1]
         dist.all_reduce(tokens)
         tokens = tokens // (dist.get_world_size() // data_ranks)
         total = torch.zeros(())
@@ -318,10 +323,8 @@ class TransformersTrainer:
 
     def update(self) -> float | None:
         """Return the norm that Trainer logged; in a plain loop step the optimizer."""
-        if not self._distributed:
+        if not self._plain_loop:
             return self._step["grad_norm"]
-        if not hasattr(self, "_optimizer"):
-            self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return None
