@@ -33,6 +33,7 @@ from megatron_moe_tools.doctor.layouts import (
     oracle_run,
 )
 from megatron_moe_tools.doctor.small_copy import PADDED_VOCABULARY, changed_fields, small_copy
+from megatron_moe_tools.doctor.trainers.cli import check_trainer
 from megatron_moe_tools.launch.local_ranks import LocalRanks, RankFailure
 
 if TYPE_CHECKING:  # flags are checked before torch is loaded
@@ -60,7 +61,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the doctor's own flags; all other flags are those of megatron-moe train."""
     p = Parser(
         prog=NAME,
-        usage="%(prog)s [--json FILE] [--layouts NAME ...] [--ranks 4|8] [--documents [--hf FOLDER]] [the run's flags]",
+        usage="%(prog)s [--json FILE] [--layouts NAME ...] [--ranks 4|8] [--documents [--hf FOLDER]] [flags]\n"
+        "       %(prog)s --target NAME CONFIG ... checks another trainer; --target script --help tells how",
         description="Does this model train the same under every layout? A small copy of it makes some steps on gloo "
         "ranks of this machine, and everything that comes out is compared with one process.",
         epilog="Exit status: 0 all layouts agree; 1 one differs or fails; 2 a mistake in the flags. Other flags, such "
@@ -97,6 +99,8 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    if any(word.split("=")[0] == "--target" for word in argv):
+        return check_trainer(NAME, argv)
     flags, rest = parser().parse_known_args(argv)
     if flags.steps < 1 or not 0 < flags.timeout <= threading.TIMEOUT_MAX:
         raise ConfigError(f"--steps {flags.steps} --timeout {flags.timeout:g}: both have to be above 0, and finite")

@@ -60,8 +60,9 @@ class Tolerances:
 FP32 = Tolerances()
 _ROUNDINGS_PER_LAYER = 36
 """Approximate number of roundings on a gradient's way through a layer, forward and backward."""
-_ROUTER = re.compile(r"router\.weight$")
-_EXPERT = re.compile(r"\.experts\.(expert\d+\.)?weight[12]$")
+ROUTER = re.compile(r"\.(router|gate)\.")
+EXPERT = re.compile(r"\.experts\.")
+"""Names of weights, ours and those of other trainers."""
 
 
 def unit_roundoff(run: Run) -> float:
@@ -164,6 +165,8 @@ def _layer(
     name: str, step: int, layer: dict[str, Any], oracle: dict[str, Any], tolerances: Tolerances
 ) -> Iterator[LayoutDifference]:
     for key, quantity in (("counts", "token counts"), ("dropped", "dropped choices")):
+        if layer[key] is None or oracle[key] is None:
+            continue  # a trainer that does not say
         off = layer[key] - oracle[key]
         total, meant, flips = int(layer[key].sum()), int(oracle[key].sum()), math.inf
         if total == meant:
@@ -194,6 +197,10 @@ def _tensors(got: AssembledModel, wanted: AssembledModel, tolerances: Tolerances
         for name in sorted({*mine, *theirs}):
             if name not in mine or name not in theirs:
                 yield absent(quantity, name, step, "one of the two has no such tensor")
+                continue
+            if mine[name].shape != theirs[name].shape:
+                detail = f"shape {list(mine[name].shape)}, the oracle's {list(theirs[name].shape)}; [0] is no gradient"
+                yield absent(quantity, name, step, detail)
                 continue
             a, b, detail = mine[name].double(), theirs[name].double(), ""
             if quantity == "initial weight":
@@ -278,7 +285,7 @@ def matching_patterns(
         ]
     if weights:
         which = f"{len(weights)} weights"
-        if all(map(_EXPERT.search, weights)):
+        if all(map(EXPERT.search, weights)):
             which += " (routed experts only)"
         found.append(f"{which} differ before the first step: how they are initialised depends on the layout")
     if along:
@@ -312,14 +319,14 @@ def _gradients(
         if norm_differs and gradients is not None:
             squares = {True: 0.0, False: 0.0}
             for name, tensor in gradients.items():
-                squares[_EXPERT.search(name) is not None] += float(tensor.double().square().sum())
+                squares[EXPERT.search(name) is not None] += float(tensor.double().square().sum())
             yield "every gradient agrees, their norm does not: it counts some parameter twice or not at all"
             if squares[True]:
                 share = (got.steps[step - 1]["grad_norm"] ** 2 - squares[False]) / squares[True]
                 yield f"with the dense weights counted once, the routed experts' squares are counted {share:.3g} times"
         return
     mine, theirs = got.tensors[quantity], wanted.tensors[quantity]
-    experts = set(filter(_EXPERT.search, theirs))
+    experts = set(filter(EXPERT.search, theirs))
     scales = []
     for name in names.intersection(mine):
         scale = factor(mine[name].double(), theirs[name].double())
@@ -335,7 +342,7 @@ def _gradients(
         if shared is not None:
             multiple = f" and {times(shared)} the oracle's"
         yield f"the gradients of all routed experts are off{multiple}, no other: expert data parallelism, or its scale"
-    elif names == set(filter(_ROUTER.search, theirs)):
+    elif names == set(filter(ROUTER.search, theirs)):
         yield "only router weights are off: their sum over TP (the sequence_parallel mark), or an auxiliary loss"
     elif got.cut_over_tp and not names & (got.cut_over_tp | experts):
         yield "only weights that every TP rank holds whole are off: their sum over TP is missing or done twice"

@@ -1,0 +1,230 @@
+"""Mistakes of parallel training that are known, and what each of them looks like.
+
+A row tells which weights' gradients are off, by which factor, and what makes such a factor. The factors are named, so
+that "0.5 times" is told as 1 / EP where EP is 2. Where two sizes are equal, all that fit are named.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_moe_tools.doctor.compare import EXPERT, ROUTER, Comparison, factor
+from megatron_moe_tools.doctor.measure import AssembledModel
+
+_SHARED = re.compile(r"\.shared_experts?\.")
+ALL, EXPERTS, SHARED, ROUTERS, DENSE, SOME = (
+    "every weight", "routed experts", "shared experts", "routers", "all but routed experts", "some weights",
+)  # fmt: skip
+
+
+@dataclass
+class Evidence:
+    """What a layout that differs from one process shows.
+
+    Attributes:
+        comparison: all differences.
+        wanted: one process.
+        got: the layout.
+        records: every rank's record of the layout.
+        agrees_where_even: whether there is no difference when every sequence has as many trained tokens as the others.
+    """
+
+    comparison: Comparison
+    wanted: AssembledModel
+    got: AssembledModel
+    records: list[dict[str, Any]]
+    agrees_where_even: bool
+
+    @cached_property
+    def step(self) -> int:
+        """The first step that differs."""
+        return min((one.step for one in self.comparison.differences if one.step), default=1)
+
+    @cached_property
+    def kinds(self) -> set[str]:
+        """The quantities that differ in that step."""
+        return {one.quantity.partition(",")[0] for one in self.comparison.differences if one.step == self.step}
+
+    @cached_property
+    def gradients(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Gradients of that step: the layout's, and one process's."""
+        quantity = f"gradient, step {self.step}"
+        return self.got.tensors[quantity], self.wanted.tensors[quantity]
+
+    @cached_property
+    def off(self) -> set[str]:
+        """Names of the weights whose gradients differ in that step, as a whole or between ranks."""
+        found = set()
+        for one in self.comparison.differences:
+            if one.step == self.step and one.quantity.startswith(("gradient,", "copies of gradient,")):
+                found.add(one.name)
+        return found
+
+    @cached_property
+    def weights(self) -> str:
+        """Which weights' gradients differ."""
+        names = set(self.gradients[1])
+        experts = set(filter(EXPERT.search, names))
+        for kind, members in (
+            (ALL, names),
+            (EXPERTS, experts),
+            (SHARED, set(filter(_SHARED.search, names))),
+            (ROUTERS, set(filter(ROUTER.search, names))),
+            (DENSE, names - experts),
+        ):
+            if members and self.off == members:
+                return kind
+        return SOME
+
+    @cached_property
+    def scale(self) -> float | None:
+        """The factor of all gradients that are off, if there is one."""
+        mine, theirs = self.gradients
+        scales = []
+        for name in self.off:
+            one = None
+            if name in mine and name in theirs and mine[name].shape == theirs[name].shape:
+                one = factor(mine[name].double(), theirs[name].double())
+            if one is None:
+                return None
+            scales.append(one)
+        middle = sorted(scales)[len(scales) // 2] if scales else 1.0
+        if any(not math.isclose(one, middle, rel_tol=0.01) for one in scales) or math.isclose(
+            middle, 1.0, rel_tol=0.01
+        ):
+            return None
+        return middle
+
+    @cached_property
+    def symbols(self) -> list[str]:
+        """What the factor may be, of the layout's sizes."""
+        sizes = {axis.upper(): number for axis, number in self.records[0]["sizes"].items() if number > 1}
+        sizes["all ranks"] = len(self.records)
+        found = []
+        for name, number in sizes.items():
+            for text, value in ((name, float(number)), (f"1 / {name}", 1 / number)):
+                if self.scale is not None and math.isclose(self.scale, value, rel_tol=0.01):
+                    found.append(text)
+        return found
+
+    @cached_property
+    def copies(self) -> str:
+        """What ranks' copies of a gradient, which differ, add up to: "sum" or "mean" of one process's; empty: neither.
+
+        The ranks that have a copy are compared, all of them.
+        """
+        quantity = f"gradient, step {self.step}"
+        for one in self.comparison.differences:
+            if not one.quantity.startswith("copies of gradient") or one.step != self.step:
+                continue
+            held = []
+            for record in self.records:
+                if one.name in record["tensors"][quantity]:
+                    held.append(record["tensors"][quantity][one.name][1].double())
+            exact, total = self.gradients[1][one.name].double(), torch.stack(held).sum(0)
+            for word, value in (("sum", total), ("mean", total / len(held))):
+                if float((value - exact).norm()) < 1e-3 * float(exact.norm()):
+                    return word
+            return ""
+        return ""
+
+
+class Cause(NamedTuple):
+    """A known mistake: when the evidence fits it, what it is, and where it was seen."""
+
+    fits: Callable[[Evidence], bool]
+    text: str
+    seen: str = ""
+
+
+def _scaled(weights: str, up: bool | None = None) -> Callable[[Evidence], bool]:
+    def fits(evidence: Evidence) -> bool:
+        scale = evidence.scale
+        return evidence.weights == weights and scale is not None and scale != 0 and (up is None or up == (scale > 1))
+
+    return fits
+
+
+CAUSES = (
+    Cause(
+        lambda seen: seen.agrees_where_even and seen.scale is None,
+        "means of ranks or micro-batches are averaged, though they are over different numbers of tokens; with as many "
+        "trained tokens in each sequence the layout agrees",
+        "verl #5867, Megatron-LM #5798",
+    ),
+    Cause(
+        lambda seen: seen.copies == "sum",
+        "each rank keeps its own part of the gradient: it is not summed over the ranks that hold the weight",
+        "Megatron-LM #5916",
+    ),
+    Cause(
+        lambda seen: seen.copies == "mean",
+        "each rank keeps its own gradient: it is not averaged over the ranks that hold the weight",
+    ),
+    Cause(_scaled(EXPERTS, up=False), "experts' gradients are averaged over ranks that hold other experts as well"),
+    Cause(_scaled(EXPERTS, up=True), "experts' gradients are summed, not averaged", "pytorch #160285, DeepSpeed #6545"),
+    Cause(_scaled(SHARED, up=True), "the shared expert's output is added by each rank, or its gradient summed twice"),
+    Cause(_scaled(SHARED, up=False), "the shared expert's gradient is divided once too often"),
+    Cause(_scaled(ROUTERS), "the router's gradient is summed or averaged over the wrong group"),
+    Cause(_scaled(DENSE), "weights that every rank holds are summed or averaged over the wrong group, experts are not"),
+    Cause(_scaled(ALL), "the loss's scale: gradients are divided by a wrong number of ranks, micro-batches or tokens"),
+    Cause(
+        lambda seen: seen.kinds <= {"gradient norm"},
+        "gradients are right, their norm is not: some are counted once per rank, or not at all, and clipping is wrong",
+        "Megatron-LM #5916",
+    ),
+    Cause(
+        lambda seen: seen.weights == ROUTERS and seen.scale is None,
+        "an auxiliary loss: its scale, the tokens that it balances, or the group over which load is summed",
+        "Megatron-LM #5047, #2767, transformers #48690",
+    ),
+    Cause(
+        lambda seen: bool(seen.kinds) and all("weight after" in kind for kind in seen.kinds),
+        "gradients and their norm are right, the update is not: clipping, learning rates, weight decay or state",
+    ),
+    Cause(
+        lambda seen: "token counts" in seen.kinds,
+        "experts' load is counted over the wrong ranks, or tokens go to other experts",
+        "Megatron-LM #7452",
+    ),
+    Cause(
+        lambda seen: "expert_bias" in seen.kinds and "token counts" not in seen.kinds,
+        "the load is right, expert_bias is not: ranks update it by their own load, or it is rounded",
+        "Megatron-LM #7081",
+    ),
+)
+
+
+_NOT_RESTORED = 0.25
+"""Relative error of an update, from which on the weight has lost a step and not only followed from others."""
+
+
+def not_restored(comparison: Comparison) -> str | None:
+    """Return which weights a resumed trainer seems to have from elsewhere; None where none stands out."""
+    lost = [one for one in comparison.differences if "weight after" in one.quantity and one.error > _NOT_RESTORED]
+    if not lost:
+        return None
+    names = sorted({one.name for one in lost})
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"not restored, or not by its step: {', '.join(names[:3])}{rest}"
+
+
+def causes_of(evidence: Evidence) -> Iterator[str]:
+    """Yield the known mistakes that the evidence fits."""
+    for cause in CAUSES:
+        if not cause.fits(evidence):
+            continue
+        text = cause.text
+        if evidence.symbols and evidence.weights != SOME:
+            text += f" (of {evidence.weights}, {evidence.scale:.3g} times as large: {' or '.join(evidence.symbols)})"
+        if cause.seen:
+            text += f"; seen in {cause.seen}"
+        yield text

@@ -1,0 +1,156 @@
+"""Run a trainer on a rank, and record what it does in the form that `measure.assemble` puts together.
+
+A record holds whole tensors: shards are gathered here, where the trainer's groups are. Copies on several ranks are kept
+apart, so that copies that differ are seen, and what they add up to.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron_moe_tools.doctor.trainers.protocol import AXES, Held, Trainer
+from megatron_moe_tools.doctor.trainers.samples import Case, Sizes, micro_batches
+from megatron_moe_tools.doctor.trainers.targets import load_trainer
+
+_UNKNOWN_ROUTER = {"counts": None, "dropped": None, "expert_bias": None, "bias_rate": None, "aux_losses": {}}
+
+
+@dataclass(frozen=True)
+class TrainerRequest:
+    """A case for one trainer.
+
+    Attributes:
+        target: a name of `targets.TARGETS`.
+        config: what the target reads.
+        case: see `Case`; with more than one rank it runs on as many.
+        folder: for records and saved trainers.
+    """
+
+    target: str
+    config: str
+    case: Case
+    sizes: Sizes
+    folder: str
+
+    def as_argument(self) -> dict[str, Any]:
+        """Return the request as plain values."""
+        return asdict(self)
+
+
+def run_into(argument: dict[str, Any]) -> str:
+    """Run a request that was taken apart; return the path of this rank's record."""
+    case, sizes = Case(**argument.pop("case")), Sizes(**argument.pop("sizes"))
+    request = TrainerRequest(case=case, sizes=sizes, **argument)
+    path = os.path.join(request.folder, f"record{dist.get_rank()}.pt")
+    torch.save(run(request, load_trainer(request.target, Path(request.config))), path)
+    return path
+
+
+def run(request: TrainerRequest, trainer: Trainer) -> dict[str, Any]:
+    """Run a trainer on this rank, in the default process group.
+
+    Returns:
+        A record as `measure.measure` returns it, with `sizes`: axis -> ranks.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # What torchrun gives: trainers read it themselves.
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.update(LOCAL_WORLD_SIZE=str(world), ACCELERATE_USE_CPU="true", TRAINER_FOLDER=request.folder)
+    case, steps = request.case, []
+    _build(trainer, rank, world)
+    tensors = {"initial weight": _weights(trainer)}
+    place = dict.fromkeys(AXES, (0, 1)) | ({"dp": (rank, world)} if world > 1 else {})
+    if hasattr(trainer, "place"):
+        place = dict.fromkeys(AXES, (0, 1)) | dict(trainer.place())
+    batches = {step: micro_batches(case, request.sizes, step, *place["dp"]) for step in range(1, case.steps + 1)}
+    for step, batch in batches.items():
+        if case.saved and step > 1:
+            trainer.save(request.folder)
+            dist.barrier()
+            _build(trainer, rank, world)
+            trainer.load(request.folder)
+        if hasattr(trainer, "prepare") and (step == 1 or case.saved):
+            trainer.prepare([batch] if case.saved else list(batches.values()))
+        said = trainer.step(batch)
+        said = dict(said) if isinstance(said, Mapping) else {"loss": said}
+        tensors[f"gradient, step {step}"] = _recorded(trainer.named_gradients())
+        norm = trainer.update() if hasattr(trainer, "update") else None
+        # Counts belong to the pass, the bias to the update: both are read here.
+        layers = {}
+        for name, router in (trainer.routers() if hasattr(trainer, "routers") else {}).items():
+            layers[name] = _UNKNOWN_ROUTER | {"margin": math.inf, "router_error": 0.0} | _plain(router)
+        if said.get("aux_losses"):
+            layers["all routers"] = _UNKNOWN_ROUTER | {"margin": math.inf, "router_error": 0.0}
+            layers["all routers"]["aux_losses"] = {name: float(value) for name, value in said["aux_losses"].items()}
+        steps.append(
+            {
+                "committed": True,
+                "loss": float(said["loss"]),
+                "token_loss": float(said.get("token_loss", said["loss"])),
+                "tokens": None,  # a trainer does not say
+                "grad_norm": math.nan if norm is None else float(norm),
+                "loss_scale": None,
+                "mtp_losses": [],
+                "layers": layers,
+            }
+        )
+    tensors[f"weight after step {case.steps}"] = _weights(trainer)
+    return {
+        "place": {f"{axis}_rank": place[axis][0] for axis in AXES},
+        "sizes": {axis: place[axis][1] for axis in AXES},
+        "steps": steps,
+        "tensors": tensors,
+    }
+
+
+def _build(trainer: Trainer, rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    trainer.build(rank, world)
+
+
+def _weights(trainer: Trainer) -> dict[str, Any]:
+    return _recorded(trainer.named_weights()) if hasattr(trainer, "named_weights") else {}
+
+
+@torch.no_grad()
+def _recorded(named: Iterable[tuple[str, Tensor | Held | None]]) -> dict[str, Any]:
+    """Return tensors as `measure.values_of_masters` returns parts: name -> (cuts, tensor, part).
+
+    None, a weight without a gradient, is kept as an empty tensor.
+    """
+    found = {}
+    for name, tensor in named:
+        if isinstance(tensor, tuple):
+            cuts, shard, part = tensor
+            found[name] = (cuts, shard.detach().float().cpu().clone(), part)
+            continue
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if tensor is None:
+            tensor = torch.empty(0)
+        tensor = tensor.detach().to("cpu", torch.float64 if tensor.dtype == torch.float64 else torch.float32).clone()
+        found[name] = ((), tensor, (None, 0, tensor.numel()))
+    return found
+
+
+def _plain(router: Mapping[str, Any]) -> dict[str, Any]:
+    found = dict(router)
+    for name in ("counts", "dropped", "expert_bias"):
+        if isinstance(found.get(name), Tensor):
+            found[name] = found[name].detach().cpu().clone()
+    return found

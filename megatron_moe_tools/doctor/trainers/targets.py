@@ -1,0 +1,35 @@
+"""The trainers that the doctor knows, by the name that --target takes.
+
+A target's module has `load(path)`, which reads what the user gives and returns a `Trainer`. It is imported only when it
+is asked for, in the processes that run the trainer.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe_tools.doctor.trainers.protocol import Trainer, load_script
+
+TARGETS = {
+    "script": "a Python file with build, step and named_gradients",
+    "transformers": "a folder with config.json, or a YAML or JSON file of TrainingArguments and model_name_or_path",
+    "megatron-core": "a file with Megatron-LM's flags, or a launch script that has them",
+}
+"""Name -> what CONFIG is."""
+
+
+def load_trainer(target: str, config: Path) -> Trainer:
+    """Return the trainer that a configuration describes.
+
+    Raises:
+        ConfigError: the file is not what the target reads, or a package that it needs is missing.
+    """
+    if target == "script":
+        return load_script(config)  # type: ignore[return-value]  # a module with the functions of a Trainer
+    module = import_module(f"megatron_moe_tools.doctor.trainers.{target.replace('-', '_')}_target")
+    if not config.exists():
+        raise ConfigError(f"{config}: does not exist; --target {target} takes {TARGETS[target]}")
+    trainer: Trainer = module.load(config)
+    return trainer
