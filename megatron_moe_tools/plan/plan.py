@@ -649,16 +649,14 @@ def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[H
     there is nothing to share: stage 1 takes less and sends less. `known`: see `trace_ranks`.
 
     Returns:
-        strategy, flags, max_memory_gib, fits, between_nodes (bytes that a rank sends to other machines in a step);
-        switches: flags of ZeRO++ that send less of it and fit, with between_nodes_with_switches and
-        max_memory_gib_with_switches.
+        strategy, flags, max_memory_gib, fits, between_nodes (bytes a rank sends to other machines in a step), switches
+        (flags of ZeRO++ that send less and fit), between_nodes_with_switches, max_memory_gib_with_switches.
     """
     shared = run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size
     limit, least = FILLED * machine.memory_gib, float("inf")
-    for stage, strategy in enumerate(SHARDING_STRATEGIES):
-        if stage < min(shared - 1, 1):
-            continue
-        other = run if stage == run.derived.zero_stage else with_stage(run, strategy)
+    for strategy in SHARDING_STRATEGIES[min(shared - 1, 1) :]:
+        is_own = strategy == SHARDING_STRATEGIES[run.derived.zero_stage]
+        other = run if is_own else with_stage(run, strategy)
         if least <= limit or not legal(other, world_size):
             continue
         gib = peak_gib(other, world_size, machine, known)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from megatron_moe_tools.doctor.trainers import cli, rank
+from megatron_moe_tools.doctor import cli
+from megatron_moe_tools.doctor.trainers import rank
 from megatron_moe_tools.launch.local_ranks import RankFailure
 from tests.helpers.gloo_pool import CaseFailed
 from tests.tools.forked_doctor import ForkedRanks
@@ -41,7 +42,7 @@ def checked(script, folder, *flags):
     """The findings of a script by the names of their checks, and the exit status."""
     report = folder / "found.json"
     target = () if "--target" in flags else ("--target", "script")
-    status = cli.check_trainer("doctor", [*target, str(script), "--json", str(report), *flags])
+    status = cli.check_trainer([*target, str(script), "--json", str(report), *flags])
     found = json.loads(report.read_text())
     return {one["check"]: one for one in found["checks"]}, status
 

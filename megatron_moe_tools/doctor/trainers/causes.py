@@ -137,7 +137,7 @@ class Evidence:
         return ""
 
 
-class Cause(NamedTuple):
+class KnownMistake(NamedTuple):
     """A known mistake: when the evidence fits it, what it is, and where it was seen."""
 
     fits: Callable[[Evidence], bool]
@@ -154,48 +154,58 @@ def _scaled(weights: str, up: bool | None = None) -> Callable[[Evidence], bool]:
 
 
 CAUSES = (
-    Cause(
+    KnownMistake(
         lambda seen: seen.agrees_where_even and seen.scale is None,
         "means of ranks or micro-batches are averaged, though they are over different numbers of tokens; with as many "
         "trained tokens in each sequence the layout agrees",
         "verl #5867, Megatron-LM #5798",
     ),
-    Cause(
+    KnownMistake(
         lambda seen: seen.copies == "sum",
         "each rank keeps its own part of the gradient: it is not summed over the ranks that hold the weight",
         "Megatron-LM #5916",
     ),
-    Cause(
+    KnownMistake(
         lambda seen: seen.copies == "mean",
         "each rank keeps its own gradient: it is not averaged over the ranks that hold the weight",
     ),
-    Cause(_scaled(EXPERTS, up=False), "experts' gradients are averaged over ranks that hold other experts as well"),
-    Cause(_scaled(EXPERTS, up=True), "experts' gradients are summed, not averaged", "pytorch #160285, DeepSpeed #6545"),
-    Cause(_scaled(SHARED, up=True), "the shared expert's output is added by each rank, or its gradient summed twice"),
-    Cause(_scaled(SHARED, up=False), "the shared expert's gradient is divided once too often"),
-    Cause(_scaled(ROUTERS), "the router's gradient is summed or averaged over the wrong group"),
-    Cause(_scaled(DENSE), "weights that every rank holds are summed or averaged over the wrong group, experts are not"),
-    Cause(_scaled(ALL), "the loss's scale: gradients are divided by a wrong number of ranks, micro-batches or tokens"),
-    Cause(
+    KnownMistake(
+        _scaled(EXPERTS, up=False), "experts' gradients are averaged over ranks that hold other experts as well"
+    ),
+    KnownMistake(
+        _scaled(EXPERTS, up=True), "experts' gradients are summed, not averaged", "pytorch #160285, DeepSpeed #6545"
+    ),
+    KnownMistake(
+        _scaled(SHARED, up=True), "the shared expert's output is added by each rank, or its gradient summed twice"
+    ),
+    KnownMistake(_scaled(SHARED, up=False), "the shared expert's gradient is divided once too often"),
+    KnownMistake(_scaled(ROUTERS), "the router's gradient is summed or averaged over the wrong group"),
+    KnownMistake(
+        _scaled(DENSE), "weights that every rank holds are summed or averaged over the wrong group, experts are not"
+    ),
+    KnownMistake(
+        _scaled(ALL), "the loss's scale: gradients are divided by a wrong number of ranks, micro-batches or tokens"
+    ),
+    KnownMistake(
         lambda seen: seen.kinds <= {"gradient norm"},
         "gradients are right, their norm is not: some are counted once per rank, or not at all, and clipping is wrong",
         "Megatron-LM #5916",
     ),
-    Cause(
+    KnownMistake(
         lambda seen: seen.weights == ROUTERS and seen.scale is None,
         "an auxiliary loss: its scale, the tokens that it balances, or the group over which load is summed",
         "Megatron-LM #5047, #2767, transformers #48690",
     ),
-    Cause(
+    KnownMistake(
         lambda seen: bool(seen.kinds) and all("weight after" in kind for kind in seen.kinds),
         "gradients and their norm are right, the update is not: clipping, learning rates, weight decay or state",
     ),
-    Cause(
+    KnownMistake(
         lambda seen: "token counts" in seen.kinds,
         "experts' load is counted over the wrong ranks, or tokens go to other experts",
         "Megatron-LM #7452",
     ),
-    Cause(
+    KnownMistake(
         lambda seen: "expert_bias" in seen.kinds and "token counts" not in seen.kinds,
         "the load is right, expert_bias is not: ranks update it by their own load, or it is rounded",
         "Megatron-LM #7081",

@@ -1,6 +1,6 @@
 """What a trainer gives so that the doctor can check it.
 
-A script is a Python file with the functions of `Trainer`; `build`, `step` and `named_gradients` are enough. The targets
+A script is a Python file with the functions of `TestedTrainer`; `build`, `step` and `named_gradients` are enough. The targets
 that come with the doctor are objects with the same methods.
 """
 
@@ -25,7 +25,7 @@ Held = tuple[tuple[tuple[int, int, int, int], ...], Tensor, tuple[int | None, in
 """A rank's share of a tensor, in the terms of `measure`: its cuts, its shard, and which part of the shard is known."""
 
 
-class Trainer(Protocol):
+class TestedTrainer(Protocol):
     """The functions of a script. The first three have to be there.
 
     Attributes:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_moe_tools.doctor.trainers.protocol import AXES, Held, Trainer
+from megatron_moe_tools.doctor.trainers.protocol import AXES, Held, TestedTrainer
 from megatron_moe_tools.doctor.trainers.samples import Case, Sizes, micro_batches
 from megatron_moe_tools.doctor.trainers.targets import load_trainer
 
@@ -58,7 +58,7 @@ def run_into(argument: dict[str, Any]) -> str:
     return path
 
 
-def run(request: TrainerRequest, trainer: Trainer) -> dict[str, Any]:
+def run(request: TrainerRequest, trainer: TestedTrainer) -> dict[str, Any]:
     """Run a trainer on this rank, in the default process group.
 
     Returns:
@@ -115,7 +115,7 @@ def run(request: TrainerRequest, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _build(trainer: Trainer, rank: int, world: int) -> None:
+def _build(trainer: TestedTrainer, rank: int, world: int) -> None:
     torch.manual_seed(0)
     random.seed(0)
     if "numpy" in sys.modules:
@@ -123,7 +123,7 @@ def _build(trainer: Trainer, rank: int, world: int) -> None:
     trainer.build(rank, world)
 
 
-def _weights(trainer: Trainer) -> dict[str, Any]:
+def _weights(trainer: TestedTrainer) -> dict[str, Any]:
     return _recorded(trainer.named_weights()) if hasattr(trainer, "named_weights") else {}
 
 

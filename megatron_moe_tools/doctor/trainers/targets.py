@@ -1,6 +1,6 @@
 """The trainers that the doctor knows, by the name that --target takes.
 
-A target's module has `load(path)`, which reads what the user gives and returns a `Trainer`. It is imported only when it
+A target's module has `load(path)`, which reads what the user gives and returns a `TestedTrainer`. It is imported only when it
 is asked for, in the processes that run the trainer.
 """
 
@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe_tools.doctor.trainers.protocol import Trainer, load_script
+from megatron_moe_tools.doctor.trainers.protocol import TestedTrainer, load_script
 
 TARGETS = {
     "script": "a Python file with build, step and named_gradients",
@@ -20,7 +20,7 @@ TARGETS = {
 """Name -> what CONFIG is."""
 
 
-def load_trainer(target: str, config: Path) -> Trainer:
+def load_trainer(target: str, config: Path) -> TestedTrainer:
     """Return the trainer that a configuration describes.
 
     Raises:
@@ -31,5 +31,5 @@ def load_trainer(target: str, config: Path) -> Trainer:
     module = import_module(f"megatron_moe_tools.doctor.trainers.{target.replace('-', '_')}_target")
     if not config.exists():
         raise ConfigError(f"{config}: does not exist; --target {target} takes {TARGETS[target]}")
-    trainer: Trainer = module.load(config)
+    trainer: TestedTrainer = module.load(config)
     return trainer
