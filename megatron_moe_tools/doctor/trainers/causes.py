@@ -116,6 +116,11 @@ class Evidence:
         return found
 
     @cached_property
+    def copies_differ(self) -> bool:
+        """Whether ranks' copies of a gradient differ in that step."""
+        return any(kind.startswith("copies of gradient") for kind in self.kinds)
+
+    @cached_property
     def copies(self) -> str:
         """What ranks' copies of a gradient, which differ, add up to: "sum" or "mean" of one process's; empty: neither.
 
@@ -191,8 +196,18 @@ CAUSES = (
         "gradients and their norm are right, the update is not: clipping, learning rates, weight decay or state",
     ),
     Cause(
+        lambda seen: bool(seen.kinds) and all(kind.endswith(" loss") for kind in seen.kinds),
+        "an auxiliary loss is logged otherwise than it is used: one rank's in place of the mean, or another scale",
+        "Megatron-LM #3199",
+    ),
+    Cause(
+        lambda seen: any(kind.startswith("copies of weight after") for kind in seen.kinds) and not seen.copies_differ,
+        "ranks hold different weights after the update: shards are not gathered, or each rank makes its own update",
+    ),
+    Cause(
         lambda seen: "token counts" in seen.kinds,
-        "experts' load is counted over the wrong ranks, or tokens go to other experts",
+        "experts' load is counted over the wrong ranks, or tokens go to other experts: another choice, or a capacity "
+        "that is one of each rank",
         "Megatron-LM #7452",
     ),
     Cause(
@@ -201,13 +216,24 @@ CAUSES = (
         "Megatron-LM #7081",
     ),
 )
+WHERE = (
+    Cause(
+        lambda seen: "loss" in seen.kinds,
+        "the forward pass differs: what ranks add up or exchange in a layer, or which tokens they have",
+    ),
+    Cause(
+        lambda seen: "gradient" in seen.kinds,
+        "the forward pass is right, the backward pass is not: a gradient that ranks exchange, or a layer that is "
+        "recomputed from other inputs",
+    ),
+)
+"""Where to look if no known mistake fits."""
 
 
 def causes_of(evidence: Evidence) -> Iterator[str]:
     """Yield the known mistakes that the evidence fits."""
-    for cause in CAUSES:
-        if not cause.fits(evidence):
-            continue
+    fitting = [cause for cause in CAUSES if cause.fits(evidence)]
+    for cause in fitting or [cause for cause in WHERE if cause.fits(evidence)][:1]:
         text = cause.text
         if evidence.symbols and evidence.weights != SOME:
             text += f" (of {evidence.weights}, {evidence.scale:.3g} times as large: {' or '.join(evidence.symbols)})"
