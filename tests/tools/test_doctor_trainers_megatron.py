@@ -350,7 +350,7 @@ PLANTED = {
     "recomputed otherwise": Planted(
         a_recomputed_layer_sees_other_inputs,
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "recompute",
+        "recomputed from other inputs",
     ),
     "labels not shifted": Planted(labels_not_shifted, "", "labels are not shifted", "later-tokens"),
 }

@@ -116,9 +116,22 @@ class Evidence:
         return found
 
     @cached_property
+    def starts_at_a_router(self) -> bool:
+        """Whether the backward pass, with the same loss, meets the first wrong gradient at a router."""
+        wrong = [name for name in self.gradients[1] if name in self.off]
+        return bool(wrong) and ROUTER.search(wrong[-1]) is not None and "loss" not in self.kinds
+
+    @cached_property
+    def first_load_differs(self) -> bool:
+        """Whether counts differ at the first router already: no other layer's output has led to other choices."""
+        first = next(iter(self.wanted.steps[self.step - 1]["layers"]), "")
+        differ = {one.name for one in self.comparison.differences if one.step == self.step and "counts" in one.quantity}
+        return first in differ
+
+    @cached_property
     def copies_differ(self) -> bool:
         """Whether ranks' copies of a gradient differ in that step."""
-        return any(kind.startswith("copies of gradient") for kind in self.kinds)
+        return "copies of gradient" in self.kinds
 
     @cached_property
     def copies(self) -> str:
@@ -128,7 +141,7 @@ class Evidence:
         """
         quantity = f"gradient, step {self.step}"
         for one in self.comparison.differences:
-            if not one.quantity.startswith("copies of gradient") or one.step != self.step:
+            if not one.quantity.startswith("copies of gradient,") or one.step != self.step:
                 continue
             held = []
             for record in self.records:
@@ -182,13 +195,14 @@ CAUSES = (
     Cause(_scaled(DENSE), "weights that every rank holds are summed or averaged over the wrong group, experts are not"),
     Cause(_scaled(ALL), "the loss's scale: gradients are divided by a wrong number of ranks, micro-batches or tokens"),
     Cause(
-        lambda seen: seen.kinds <= {"gradient norm"},
+        lambda seen: seen.kinds <= {"gradient norm", "copies of gradient norm"},
         "gradients are right, their norm is not: some are counted once per rank, or not at all, and clipping is wrong",
         "Megatron-LM #5916",
     ),
     Cause(
-        lambda seen: seen.weights == ROUTERS and seen.scale is None,
-        "an auxiliary loss: its scale, the tokens that it balances, or the group over which load is summed",
+        lambda seen: seen.starts_at_a_router and seen.scale is None and not seen.copies_differ,
+        "an auxiliary loss: its scale, the tokens that it balances, or the group over which load is summed; or a "
+        "router does not get the gradient of its experts' weights",
         "Megatron-LM #5047, #2767",
     ),
     Cause(
@@ -205,13 +219,13 @@ CAUSES = (
         "ranks hold different weights after the update: shards are not gathered, or each rank makes its own update",
     ),
     Cause(
-        lambda seen: "token counts" in seen.kinds,
+        lambda seen: seen.first_load_differs,
         "experts' load is counted over the wrong ranks, or tokens go to other experts: another choice, or a capacity "
         "that is one of each rank",
         "Megatron-LM #7452",
     ),
     Cause(
-        lambda seen: "expert_bias" in seen.kinds and "token counts" not in seen.kinds,
+        lambda seen: bool({"expert_bias", "copies of expert_bias"} & seen.kinds) and "token counts" not in seen.kinds,
         "the load is right, expert_bias is not: ranks update it by their own load, or it is rounded",
         "Megatron-LM #7081",
     ),
@@ -231,7 +245,9 @@ WHERE = (
 
 
 def causes_of(evidence: Evidence) -> Iterator[str]:
-    """Yield the known mistakes that the evidence fits."""
+    """Yield the known mistakes that the evidence fits; none if the initial weights differ already."""
+    if any(one.step == 0 for one in evidence.comparison.differences):
+        return
     fitting = [cause for cause in CAUSES if cause.fits(evidence)]
     for cause in fitting or [cause for cause in WHERE if cause.fits(evidence)][:1]:
         text = cause.text

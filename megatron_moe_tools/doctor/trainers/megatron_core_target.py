@@ -36,7 +36,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.engine.optimizer import owned_part
 from megatron_moe.engine.patching import replaced
 from megatron_moe_tools import compat
-from megatron_moe_tools.compat.flags import read_script
+from megatron_moe_tools.compat.flags import read_script, read_test_case
 from megatron_moe_tools.doctor.small_copy import small_copy
 from megatron_moe_tools.doctor.trainers.megatron_core_config import config_fields, left_out, ranks_of, reduced_layout
 from megatron_moe_tools.doctor.trainers.protocol import Held
@@ -58,17 +58,17 @@ _AXES = {
 
 
 def load(path: Path) -> MegatronTrainer:
-    """Return the trainer of a launch script, or of a text or YAML file of settings.
+    """Return the trainer of a launch script, a text file of flags, or a YAML file of either.
 
     Raises:
         ConfigError: the file has no flags, or some that cannot be checked.
     """
     text = read_settings("--target megatron-core", str(path), "launch script")
-    if path.suffix in (".yaml", ".yml"):
+    is_yaml = path.suffix in (".yaml", ".yml")
+    script = read_test_case(text, str(path)) if is_yaml else read_script(text)
+    argv = [word for flag, values in script.flags for word in (flag, *map(script.resolved, values))]
+    if is_yaml and not argv:
         argv = ["--config", str(path)]
-    else:
-        script = read_script(text)
-        argv = [word for flag, values in script.flags for word in (flag, *map(script.resolved, values))]
     if not argv:
         raise ConfigError(f"{path}: has no command of a .py program with flags, and no flags")
     return MegatronTrainer(compat.parse(["--defaults", "megatron", *argv]))

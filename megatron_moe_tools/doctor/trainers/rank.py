@@ -85,6 +85,7 @@ def run(request: TrainerRequest, trainer: Trainer) -> dict[str, Any]:
         said = dict(said) if isinstance(said, Mapping) else {"loss": said}
         tensors[f"gradient, step {step}"] = _recorded(trainer.named_gradients())
         norm = trainer.update() if hasattr(trainer, "update") else None
+        tensors[f"weight after step {step}"] = _weights(trainer)
         # Counts belong to the pass, the bias to the update: both are read here.
         layers = {}
         for name, router in (trainer.routers() if hasattr(trainer, "routers") else {}).items():
@@ -104,7 +105,6 @@ def run(request: TrainerRequest, trainer: Trainer) -> dict[str, Any]:
                 "layers": layers,
             }
         )
-    tensors[f"weight after step {case.steps}"] = _weights(trainer)
     return {
         "place": {f"{axis}_rank": place[axis][0] for axis in AXES},
         "sizes": {axis: place[axis][1] for axis in AXES},
