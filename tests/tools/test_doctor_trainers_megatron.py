@@ -364,7 +364,7 @@ SOUND = {
     "TP2, all-to-all": (f"{SP} --moe-token-dispatcher-type alltoall", 2),
     "PP2": ("--pipeline-model-parallel-size 2", 2),
     "PP2, tied": ("--pipeline-model-parallel-size 2 TIED", 2),
-    "PP2, first layers dense": ("--pipeline-model-parallel-size 2 --num-layers 4 --moe-layer-freq [0,0,1,1]", 2),
+    "PP2, first layer dense": ("--pipeline-model-parallel-size 2 --moe-layer-freq [0,1]", 2),
     "EP2, all-gather": ("--expert-model-parallel-size 2 --moe-token-dispatcher-type allgather", 2),
     "EP2, all-to-all": (f"{EP} {SEQUENCE} {SHARED}", 2),
     "TP2, EP2": (f"{SP} {EP} --expert-tensor-parallel-size 1", 2),
@@ -381,10 +381,10 @@ SOUND = {
 DEFECTS = {
     "S5": (f"{SP} --expert-tensor-parallel-size 1", "layout", "each rank keeps its own"),
     "E7": (f"{SP} {SEQUENCE} {PER_TOKEN}", "layout", "an auxiliary loss"),
-    "E8": (f"{SEQUENCE} {PER_TOKEN}", "micro-batches", "auxiliary loss"),
+    "E8": (f"{SEQUENCE} {PER_TOKEN}", "micro-batches", "is not weighed per token"),
     "E9": ("--moe-z-loss-coeff 0.01", "layout", "is logged otherwise"),
     "N4": (f"{EP} {BIAS} {CAPACITY} --moe-pad-expert-input-to-capacity", "expert-bias", "it did not move"),
-    "N5": (f"{CAPACITY} --moe-token-drop-policy position", "later-tokens", ""),
+    "N5": (f"{CAPACITY} --moe-token-drop-policy position", "later-tokens", "a capacity lets later tokens"),
     "N6": (f"{SP} --moe-token-dispatcher-type alltoall {CAPACITY}", "layout", "a capacity that is one of each rank"),
 }
 """Of engine_defects.yaml: flags, the check that finds it, and a part of a cause that is named."""

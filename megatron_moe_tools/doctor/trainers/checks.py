@@ -63,7 +63,8 @@ def checks_for(ranks: int, loss: str) -> list[TrainerCheck]:
             asked,
             replace(asked, change="later tokens"),
             "loss",
-            cause="labels are not shifted against the inputs, or the attention mask is not causal",
+            cause="labels are not shifted against the inputs, the mask is not causal, or a capacity lets later "
+            "tokens displace earlier ones",
         ),
         TrainerCheck(
             "token-before",
@@ -193,7 +194,9 @@ def find(check: TrainerCheck, runs: Runs) -> TrainerFinding:
     ordered = in_order(comparison.differences, list(wanted.tensors["gradient, step 1"]))
     finding.comparison = replace(comparison, differences=ordered)
     finding.first = describe(ordered[0])
-    if check.cause:
+    if check.name == "micro-batches":
+        finding.causes += matching_patterns(got, wanted, comparison, one_process=True)
+    if check.cause and not finding.causes:
         finding.causes.append(check.cause)
     if check.name == "layout":
         even = replace(check.wanted, masked=False), replace(check.got, masked=False)

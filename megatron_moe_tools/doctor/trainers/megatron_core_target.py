@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, mappings
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import torch_norm
 from megatron.core.transformer.moe import moe_utils
@@ -41,6 +41,10 @@ from megatron_moe_tools.doctor.small_copy import small_copy
 from megatron_moe_tools.doctor.trainers.megatron_core_config import config_fields, left_out, ranks_of, reduced_layout
 from megatron_moe_tools.doctor.trainers.protocol import Held
 from megatron_moe_tools.doctor.trainers.samples import IGNORED, MicroBatch, Sizes
+
+moe_logging: Any = None
+with suppress(ImportError):  # since 0.19
+    from megatron.core.transformer.moe import moe_logging
 
 _ADAM = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 _LOGGED = {
@@ -158,15 +162,16 @@ class MegatronTrainer:
         self._chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         rows, length = batch[0]["input_ids"].shape
-        said = get_forward_backward_func()(
-            forward_step_func=self._forward_step,
-            data_iterator=iter(batch),
-            model=[self._chunk],
-            num_microbatches=len(batch),
-            seq_length=length,
-            micro_batch_size=rows,
-            forward_only=False,
-        )
+        with _on_cpu():
+            said = get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=iter(batch),
+                model=[self._chunk],
+                num_microbatches=len(batch),
+                seq_length=length,
+                micro_batch_size=rows,
+                forward_only=False,
+            )
         # As Megatron-LM logs it: the sum over all micro-batches over the number of their tokens.
         total = torch.zeros(2)
         if parallel_state.is_pipeline_last_stage():
@@ -268,14 +273,37 @@ class MegatronTrainer:
 
 @contextmanager
 def _on_cpu() -> Iterator[None]:
-    """Let the engine build a model without CUDA, Transformer Engine and apex.
+    """Let the engine's code run without CUDA, Transformer Engine and apex.
 
-    A router with expert_bias asks for the current CUDA device; torch's norm refuses sequence parallelism, and does not
-    mark its weight for the sum over tensor-parallel ranks as Transformer Engine's norm does.
+    A router with expert_bias asks for the current CUDA device. torch's norm refuses sequence parallelism, and does not
+    mark its weight for the sum over tensor-parallel ranks as Transformer Engine's norm does. gloo does not exchange
+    parts of different sizes, as NCCL does.
     """
     device, norm = torch.device("cpu"), torch_norm.WrappedTorchNorm
+    exchanges = {
+        "_gather_along_first_dim": partial(_gathered, mappings._gather_along_first_dim),
+        "_reduce_scatter_along_first_dim": partial(_reduce_scattered, mappings._reduce_scatter_along_first_dim),
+    }
     with replaced([torch.cuda], current_device=lambda: device), replaced([norm], __new__=_norm):
-        yield
+        with replaced([mappings], **exchanges):
+            yield
+
+
+def _gathered(stock: Any, own: Tensor, group: Any, sizes: Sequence[int] | None = None, *rest: Any) -> Tensor:
+    if sizes is None:
+        return stock(own, group, None, *rest)
+    found = own.new_zeros(sum(sizes), *own.shape[1:])
+    found.split(list(sizes))[group.rank()].copy_(own)
+    dist.all_reduce(found, group=group)
+    return found
+
+
+def _reduce_scattered(stock: Any, own: Tensor, group: Any, sizes: Sequence[int] | None = None, *rest: Any) -> Tensor:
+    if sizes is None:
+        return stock(own, group, None, *rest)
+    total = own.clone()
+    dist.all_reduce(total, group=group)
+    return total.split(list(sizes))[group.rank()].clone()
 
 
 def _norm(_: type, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **__: Any) -> torch.nn.Module:
@@ -320,11 +348,9 @@ def _router_name(router: TopKRouter) -> str:
 
 
 def _forget_losses() -> None:
-    if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
+    if moe_logging is None:
         moe_utils.get_moe_layer_wise_logging_tracker().clear()
     else:
-        from megatron.core.transformer.moe import moe_logging  # 0.19
-
         moe_logging.destroy_moe_metrics_tracker()
 
 
@@ -339,15 +365,13 @@ def _logged_losses(config: TransformerConfig, micro_batches: int) -> dict[str, l
         names.append("z_loss")
     if config.num_moe_experts is None or not names:
         return {}
-    if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
+    if moe_logging is None:
         tracker = moe_utils.get_moe_layer_wise_logging_tracker()
         for name in names:
             tracker.setdefault(name, {"values": torch.zeros(config.num_layers)})
         moe_utils.reduce_aux_losses_tracker_across_ranks(names)
         values = [tracker[name]["values"] for name in names]
     else:
-        from megatron.core.transformer.moe import moe_logging  # 0.19
-
         metrics = moe_logging.get_moe_metrics_tracker()
         for name in names:
             metrics.ensure_initialized(name, config.num_layers)
