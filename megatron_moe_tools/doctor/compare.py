@@ -292,9 +292,10 @@ def matching_patterns(
         groups = ", ".join(sorted(along))
         found.append(f"copies differ between ranks along {groups}: a reduction or broadcast over that group is amiss")
     if ratios == {1.0}:
+        margin = "" if math.isinf(wanted.smallest_margin) else f", {wanted.smallest_margin:.1e}"
         found.append(
             "all choices are counted, some for another expert: the logits differ by more than the closest choice's "
-            f"margin, {wanted.smallest_margin:.1e}"
+            f"margin{margin}"
         )
     elif ratios:
         shown = ", ".join(f"{ratio:.3g}" for ratio in sorted(ratios))

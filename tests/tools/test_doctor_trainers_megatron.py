@@ -49,20 +49,22 @@ def trainer_of(flags: str) -> MegatronTrainer:
     return MegatronTrainer(compat.parse(words))
 
 
-def record(flags: str, case: Case, plant: str) -> dict[str, Any]:
+def record(flags: str, case: Case, plant: str, folder: str) -> dict[str, Any]:
     """Run a case on this rank, with an error planted in the engine."""
-    request = rank.TrainerRequest("megatron-core", "", case, Sizes(), "")
+    request = rank.TrainerRequest("megatron-core", "", case, Sizes(), folder)
     with PLANTED[plant].plant() if plant else nullcontext():
         return rank.run(request, trainer_of(flags))
 
 
-def findings(gloo: GlooPool, flags: str, ranks: int, plant: str = "", only: str = "") -> list[checks.TrainerFinding]:
+def findings(
+    gloo: GlooPool, flags: str, ranks: int, plant: str = "", only: str = "", folder: str = ""
+) -> list[checks.TrainerFinding]:
     """Return what the checks find; `only` names one of them."""
 
     def run(case: Case) -> list[dict[str, Any]]:
         began = time.monotonic()
         try:
-            return gloo.run_within(100, case.ranks, record, flags=flags, case=case, plant=plant)
+            return gloo.run_within(100, case.ranks, record, flags=flags, case=case, plant=plant, folder=folder)
         except CaseFailed as error:
             raise RankFailure(str(error)) from error
         finally:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -244,6 +244,22 @@ class MegatronTrainer:
             rank, size = (getattr(parallel_state, f"get_{name}_{what}") for what in ("rank", "world_size"))
             found[axis] = rank(), size()
         return found
+
+    def save(self, folder: str) -> None:
+        """Save model and optimizer by the engine's distributed checkpoint."""
+        path = Path(folder, "engine")
+        path.mkdir(exist_ok=True)
+        dist_checkpointing.save(self._sharded_state(loading=False), str(path))
+
+    def load(self, folder: str) -> None:
+        """Load what `save` has saved."""
+        found = dist_checkpointing.load(self._sharded_state(loading=True), str(Path(folder, "engine")))
+        self._chunk.module.load_state_dict(found["model"])
+        self._optimizer.load_state_dict(found["optimizer"])
+
+    def _sharded_state(self, loading: bool) -> dict[str, Any]:
+        model, how = self._chunk.module.sharded_state_dict(), {"distrib_optim_sharding_type": "fully_reshardable"}
+        return {"model": model, "optimizer": self._optimizer.sharded_state_dict(model, loading, metadata=how)}
 
     def _weights_of(self, model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter, tuple]]:
         """Yield every weight with its name in the whole model and its cuts.
