@@ -176,7 +176,7 @@ CAUSES = (
         lambda seen: seen.agrees_where_even and seen.scale is None,
         "means of ranks or micro-batches are averaged, though they are over different numbers of tokens; with as many "
         "trained tokens in each sequence the layout agrees",
-        "transformers #45120, Megatron-LM #5798",
+        "verl #5867, Megatron-LM #5798",
     ),
     Cause(
         lambda seen: seen.copies == "sum",
@@ -188,7 +188,7 @@ CAUSES = (
         "each rank keeps its own gradient: it is not averaged over the ranks that hold the weight",
     ),
     Cause(_scaled(EXPERTS, up=False), "experts' gradients are averaged over ranks that hold other experts as well"),
-    Cause(_scaled(EXPERTS, up=True), "experts' gradients are summed where they should be averaged"),
+    Cause(_scaled(EXPERTS, up=True), "experts' gradients are summed, not averaged", "pytorch #160285, DeepSpeed #6545"),
     Cause(_scaled(SHARED, up=True), "the shared expert's output is added by each rank, or its gradient summed twice"),
     Cause(_scaled(SHARED, up=False), "the shared expert's gradient is divided once too often"),
     Cause(_scaled(ROUTERS), "the router's gradient is summed or averaged over the wrong group"),
@@ -203,7 +203,7 @@ CAUSES = (
         lambda seen: seen.starts_at_a_router and seen.scale is None and not seen.copies_differ,
         "an auxiliary loss: its scale, the tokens that it balances, or the group over which load is summed; or a "
         "router does not get the gradient of its experts' weights",
-        "Megatron-LM #5047, #2767",
+        "Megatron-LM #5047, #2767, transformers #48690",
     ),
     Cause(
         lambda seen: bool(seen.kinds) and all("weight after" in kind for kind in seen.kinds),

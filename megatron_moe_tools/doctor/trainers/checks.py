@@ -264,19 +264,20 @@ def untrained(case: Case, runs: Runs) -> TrainerFinding:
     return finding
 
 
-def bias_rule(case: Case, runs: Runs) -> TrainerFinding:
-    """Check that expert_bias moves by its rate against the load, in fp32."""
+def bias_rule(case: Case, runs: Runs) -> TrainerFinding | None:
+    """Check that expert_bias moves by its rate against the load, in fp32; None if no router has a bias."""
     question = f"Does expert_bias follow the experts' load, in fp32, on {case.ranks} ranks?"
     try:
         model = runs.model(case)
     except RankFailure as failure:
         return TrainerFinding("expert-bias", question, None, "it did not run", error=str(failure))
-    differences, causes = [], []
+    differences, causes, checked = [], [], 0
     for name, layer in model.steps[-1]["layers"].items():
         before = model.steps[-2]["layers"][name]["expert_bias"]
         rate, counts = layer["bias_rate"], layer["counts"]
         if before is None or rate is None or counts is None:
             continue
+        checked += 1
         got, meant = layer["expert_bias"].double(), moved_bias(before, counts, rate)
         error = min(float((got - one).abs().max()) for one in meant)
         allowed = max(rate * 1e-4, 2**-23 * float(got.abs().max()))  # a step rounded to bf16 is off by rate / 2000
@@ -285,6 +286,8 @@ def bias_rule(case: Case, runs: Runs) -> TrainerFinding:
                 LayoutDifference("expert_bias", name, case.steps, error, allowed, _bias_words(got, before, meant))
             )
             causes.append(_bias_words(got, before, meant))
+    if not checked:
+        return None
     finding = TrainerFinding("expert-bias", question, Comparison(differences, {}))
     if differences:
         finding.first, finding.causes = describe(differences[0]), sorted(set(causes))

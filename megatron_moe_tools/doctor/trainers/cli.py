@@ -73,7 +73,7 @@ def check_trainer(program: str, argv: list[str]) -> int:
     for name, what in _OPTIONAL.items():
         if not hasattr(trainer, name):
             skipped.append(f"{what}: the trainer gives no {name}")
-    began, findings = time.monotonic(), []
+    began, findings = time.monotonic(), list[checks.TrainerFinding]()
     sizes = Sizes(vocabulary=getattr(trainer, "vocabulary", Sizes.vocabulary))
     with LocalRanks(rank.run_into, 1, seconds=flags.timeout, threads=1) as alone:
         with LocalRanks(rank.run_into, flags.ranks, seconds=flags.timeout, threads=1) as many:
@@ -86,10 +86,14 @@ def check_trainer(program: str, argv: list[str]) -> int:
                 findings.append(checks.untrained(Case(), runs))
                 _say(findings[-1])
             if "expert-bias" in wanted and hasattr(trainer, "routers"):
-                findings.append(checks.bias_rule(Case(ranks=flags.ranks), runs))
-                _say(findings[-1])
-    for found in findings:
-        found.command = checks.command(program, flags.target, str(flags.config), flags.ranks, found)
+                found = checks.bias_rule(Case(ranks=flags.ranks), runs)
+                if found is None:
+                    skipped.append("expert-bias: no router has one, or its rate is not known")
+                else:
+                    findings.append(found)
+                    _say(found)
+    for one in findings:
+        one.command = checks.command(program, flags.target, str(flags.config), flags.ranks, one)
     about = {
         "target": flags.target,
         "config": str(flags.config),

@@ -50,6 +50,12 @@ class Trainer(Protocol):
         not depend on the world.
         """
 
+    def prepare(self, batches: Sequence[Sequence[MicroBatch]]) -> None:
+        """Take this rank's batches of all steps, after `build`, for a trainer that owns its loop.
+
+        It may train on them now, and answer `step` and the others from what it has kept.
+        """
+
     def step(self, batch: Sequence[MicroBatch]) -> float | Mapping[str, Any]:
         """Make the forward and backward passes of this rank's micro-batches, and reduce the gradients.
 

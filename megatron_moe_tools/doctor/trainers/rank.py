@@ -67,20 +67,22 @@ def run(request: TrainerRequest, trainer: Trainer) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
     # What torchrun gives: trainers read it themselves.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.update(LOCAL_WORLD_SIZE=str(world), ACCELERATE_USE_CPU="true")
+    os.environ.update(LOCAL_WORLD_SIZE=str(world), ACCELERATE_USE_CPU="true", TRAINER_FOLDER=request.folder)
     case, steps = request.case, []
     _build(trainer, rank, world)
     tensors = {"initial weight": _weights(trainer)}
     place = dict.fromkeys(AXES, (0, 1)) | ({"dp": (rank, world)} if world > 1 else {})
     if hasattr(trainer, "place"):
         place = dict.fromkeys(AXES, (0, 1)) | dict(trainer.place())
-    for step in range(1, case.steps + 1):
-        if case.saved and step == 2:
+    batches = {step: micro_batches(case, request.sizes, step, *place["dp"]) for step in range(1, case.steps + 1)}
+    for step, batch in batches.items():
+        if case.saved and step > 1:
             trainer.save(request.folder)
             dist.barrier()
             _build(trainer, rank, world)
             trainer.load(request.folder)
-        batch = micro_batches(case, request.sizes, step, *place["dp"])
+        if hasattr(trainer, "prepare") and (step == 1 or case.saved):
+            trainer.prepare([batch] if case.saved else list(batches.values()))
         said = trainer.step(batch)
         said = dict(said) if isinstance(said, Mapping) else {"loss": said}
         tensors[f"gradient, step {step}"] = _recorded(trainer.named_gradients())

@@ -16,8 +16,6 @@ TARGETS = {
     "script": "a Python file with build, step and named_gradients",
     "transformers": "a folder with config.json, or a YAML or JSON file of TrainingArguments and model_name_or_path",
     "megatron-core": "a file with Megatron-LM's flags, or a launch script that has them",
-    "deepspeed": "a YAML or JSON file: model_name_or_path and deepspeed, a configuration or its path",
-    "torchtitan": "a YAML file of torchtitan's settings",
 }
 """Name -> what CONFIG is."""
 
