@@ -294,6 +294,21 @@ def labels_not_shifted() -> AbstractContextManager:
     return around(torch.nn.functional, "pad", new)
 
 
+def moments_not_loaded() -> AbstractContextManager:
+    return around(optimizer.FP32Optimizer, "load_state_dict", lambda old, *a, **k: None)
+
+
+def bias_not_loaded() -> AbstractContextManager:
+    def new(old: Any, *given: Any, **options: Any) -> Any:
+        found = old(*given, **options)
+        for name, tensor in found["model"].items():
+            if "expert_bias" in name:
+                tensor.zero_()
+        return found
+
+    return around(target.dist_checkpointing, "load", new)
+
+
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 EP = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
@@ -354,6 +369,8 @@ PLANTED = {
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "recomputed from other inputs",
     ),
+    "moments not loaded": Planted(moments_not_loaded, "", "part of the state is not saved", "resume"),
+    "bias not loaded": Planted(bias_not_loaded, BIAS, "part of the state is not saved", "resume"),
     "labels not shifted": Planted(labels_not_shifted, "", "labels are not shifted", "later-tokens"),
 }
 
@@ -393,8 +410,8 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("name", rows(SOUND, test=["EP2, expert bias"]))
-def test_a_sound_layout_has_no_finding(gloo: GlooPool, name: str) -> None:
-    assert not wrong(findings(gloo, *SOUND[name]))
+def test_a_sound_layout_has_no_finding(gloo: GlooPool, tmp_path: Path, name: str) -> None:
+    assert not wrong(findings(gloo, *SOUND[name], folder=str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", rows(DEFECTS, test=["S5"]))
@@ -408,9 +425,9 @@ def test_a_defect_of_the_engine_is_found_in_the_releases_that_have_it(gloo: Gloo
 
 
 @pytest.mark.parametrize("name", rows(PLANTED, test=["router not summed over TP", "bias in bf16"]))
-def test_a_planted_error_is_found_and_its_cause_is_named(gloo: GlooPool, name: str) -> None:
+def test_a_planted_error_is_found_and_its_cause_is_named(gloo: GlooPool, tmp_path: Path, name: str) -> None:
     one = PLANTED[name]
-    found = wrong(findings(gloo, one.flags, one.ranks, name, one.check))
+    found = wrong(findings(gloo, one.flags, one.ranks, name, one.check, str(tmp_path)))
     assert any(one.cause in text for text in found[one.check][1:]), found
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_moe_tools.doctor.compare import EXPERT, ROUTER, Comparison, factor
-from megatron_moe_tools.doctor.measure import AssembledModel
+from megatron_moe_tools.doctor.measure import AssembledModel, matching_views
 
 _SHARED = re.compile(r"\.shared_experts?\.")
 ALL, EXPERTS, SHARED, ROUTERS, DENSE, SOME = (
@@ -135,23 +135,27 @@ class Evidence:
 
     @cached_property
     def copies(self) -> str:
-        """What ranks' copies of a gradient, which differ, add up to: "sum" or "mean" of one process's; empty: neither.
+        """What ranks' copies of a gradient, which differ, add up to: one process's ("sum"), or a "multiple" of it.
 
-        The ranks that have a copy are compared, all of them.
+        The ranks that have a copy are compared, all of them. Empty: neither.
         """
         quantity = f"gradient, step {self.step}"
         for one in self.comparison.differences:
             if not one.quantity.startswith("copies of gradient,") or one.step != self.step:
                 continue
-            held = []
+            exact = self.gradients[1][one.name].double()
+            total = torch.zeros_like(exact)
             for record in self.records:
                 if one.name in record["tensors"][quantity]:
-                    held.append(record["tensors"][quantity][one.name][1].double())
-            exact, total = self.gradients[1][one.name].double(), torch.stack(held).sum(0)
-            for word, value in (("sum", total), ("mean", total / len(held))):
-                if float((value - exact).norm()) < 1e-3 * float(exact.norm()):
-                    return word
-            return ""
+                    cuts, shard, part = record["tensors"][quantity][one.name]
+                    if tuple(part[1:]) != (0, shard.numel()):
+                        return ""
+                    for sum_there, own in matching_views(total, shard.double(), cuts):
+                        sum_there += own
+            scale = factor(total, exact)
+            if scale is None:
+                return ""
+            return "sum" if math.isclose(scale, 1.0, rel_tol=0.01) else "multiple"
         return ""
 
 
@@ -184,7 +188,7 @@ CAUSES = (
         "Megatron-LM #5916",
     ),
     Cause(
-        lambda seen: seen.copies == "mean",
+        lambda seen: seen.copies == "multiple",
         "each rank keeps its own gradient: it is not averaged over the ranks that hold the weight",
     ),
     Cause(_scaled(EXPERTS, up=False), "experts' gradients are averaged over ranks that hold other experts as well"),

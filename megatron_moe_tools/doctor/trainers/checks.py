@@ -236,7 +236,7 @@ def in_order(differences: list[LayoutDifference], forward: list[str]) -> list[La
         kind = next((i for i, text in enumerate(_ORDER) if text and one.quantity.startswith(text)), _ORDER.index(""))
         if one.quantity.startswith("gradient norm"):
             kind = _ORDER.index("gradient norm")
-        elif one.quantity.startswith(("weight after", "rounded")):
+        elif one.quantity.startswith(("weight after", "rounded", "copies of weight after")):
             kind = len(_ORDER)
         depth = forward.index(one.name) if one.name in forward else -1
         return one.step, kind, -depth
