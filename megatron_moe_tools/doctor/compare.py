@@ -322,8 +322,9 @@ def _gradients(
             for name, tensor in gradients.items():
                 squares[EXPERT.search(name) is not None] += float(tensor.double().square().sum())
             yield "every gradient agrees, their norm does not: it counts some parameter twice or not at all"
-            if squares[True]:
-                share = (got.steps[step - 1]["grad_norm"] ** 2 - squares[False]) / squares[True]
+            share = got.steps[step - 1]["grad_norm"] ** 2 - squares[False]
+            if squares[True] and share >= 0:
+                share /= squares[True]
                 yield f"with the dense weights counted once, the routed experts' squares are counted {share:.3g} times"
         return
     mine, theirs = got.tensors[quantity], wanted.tensors[quantity]

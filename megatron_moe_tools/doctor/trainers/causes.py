@@ -54,6 +54,11 @@ class Evidence:
         return {one.quantity.partition(",")[0] for one in self.comparison.differences if one.step == self.step}
 
     @cached_property
+    def before_update(self) -> set[str]:
+        """The quantities among them that there are before the weights change."""
+        return {kind for kind in self.kinds if "weight after" not in kind}
+
+    @cached_property
     def gradients(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Gradients of that step: the layout's, and one process's."""
         quantity = f"gradient, step {self.step}"
@@ -199,7 +204,7 @@ CAUSES = (
     Cause(_scaled(DENSE), "weights that every rank holds are summed or averaged over the wrong group, experts are not"),
     Cause(_scaled(ALL), "the loss's scale: gradients are divided by a wrong number of ranks, micro-batches or tokens"),
     Cause(
-        lambda seen: seen.kinds <= {"gradient norm", "copies of gradient norm"},
+        lambda seen: bool(seen.before_update) and seen.before_update <= {"gradient norm", "copies of gradient norm"},
         "gradients are right, their norm is not: some are counted once per rank, or not at all, and clipping is wrong",
         "Megatron-LM #5916",
     ),
@@ -210,16 +215,16 @@ CAUSES = (
         "Megatron-LM #5047, #2767, transformers #48690",
     ),
     Cause(
-        lambda seen: bool(seen.kinds) and all("weight after" in kind for kind in seen.kinds),
+        lambda seen: bool(seen.kinds) and not seen.before_update,
         "gradients and their norm are right, the update is not: clipping, learning rates, weight decay or state",
     ),
     Cause(
-        lambda seen: bool(seen.kinds) and all(kind.endswith(" loss") for kind in seen.kinds),
+        lambda seen: bool(seen.before_update) and all(kind.endswith(" loss") for kind in seen.before_update),
         "an auxiliary loss is logged otherwise than it is used: one rank's in place of the mean, or another scale",
         "Megatron-LM #3199",
     ),
     Cause(
-        lambda seen: any(kind.startswith("copies of weight after") for kind in seen.kinds) and not seen.copies_differ,
+        lambda seen: any("copies of weight" in kind for kind in seen.kinds) and not seen.before_update,
         "ranks hold different weights after the update: shards are not gathered, or each rank makes its own update",
     ),
     Cause(
