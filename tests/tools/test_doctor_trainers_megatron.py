@@ -254,7 +254,7 @@ def tokens_lost_on_the_way_back() -> AbstractContextManager:
     def new(old: Any, given: Tensor, *rest: Any, **options: Any) -> Tensor:
         found = old(given, *rest, **options)
         kept = torch.ones(len(found), 1)
-        kept[-1] = torch.distributed.get_world_size() == 1
+        kept[0] = torch.distributed.get_world_size() == 1
         return found * kept
 
     return around(token_dispatcher, "unpermute", new)

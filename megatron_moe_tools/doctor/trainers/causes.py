@@ -241,7 +241,7 @@ CAUSES = (
 )
 WHERE = (
     Cause(
-        lambda seen: "loss" in seen.kinds,
+        lambda seen: "loss" in seen.kinds or ("token counts" in seen.kinds and "gradient" not in seen.kinds),
         "the forward pass differs: what ranks add up or exchange in a layer, or which tokens they have",
     ),
     Cause(
