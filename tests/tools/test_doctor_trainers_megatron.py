@@ -273,7 +273,8 @@ def a_recomputed_layer_sees_other_inputs() -> AbstractContextManager:
 def losses_left_out() -> AbstractContextManager:
     def new(old: Any, mask: Tensor, losses: Tensor) -> Any:
         total, tokens, logged = old(mask, losses)
-        return total * (state.get_pipeline_model_parallel_world_size() == 1 or bool(mask[0, 2])), tokens, logged
+        kept = state.get_pipeline_model_parallel_world_size() == 1 or int(losses[0, 0] * 1000) % 2
+        return total * kept, tokens, logged
 
     return around(target, "_loss", new)
 

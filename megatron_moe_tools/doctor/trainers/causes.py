@@ -234,6 +234,10 @@ CAUSES = (
         "Megatron-LM #7452",
     ),
     Cause(
+        lambda seen: {"token counts", "gradient"} <= seen.kinds and "loss" not in seen.kinds,
+        "layers that are recomputed from other inputs make other choices than in the forward pass",
+    ),
+    Cause(
         lambda seen: bool({"expert_bias", "copies of expert_bias"} & seen.kinds) and "token counts" not in seen.kinds,
         "the load is right, expert_bias is not: ranks update it by their own load, or it is rounded",
         "Megatron-LM #7081",
