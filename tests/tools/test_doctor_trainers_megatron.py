@@ -14,7 +14,7 @@ import pytest
 import torch
 from megatron.core import parallel_state as state
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.optimizer import optimizer
 from megatron.core.transformer.moe import router, token_dispatcher
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -205,7 +205,7 @@ def norm_counts_copies() -> AbstractContextManager:
 
 
 def stale_weights() -> AbstractContextManager:
-    return around(DistributedDataParallel, "start_param_sync", lambda old, *a, **k: None)
+    return around(param_and_grad_buffer._ParamAndGradBucketGroup, "start_param_sync", lambda old, *a, **k: None)
 
 
 def shared_expert_added_by_each_rank() -> AbstractContextManager:

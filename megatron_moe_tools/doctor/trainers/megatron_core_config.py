@@ -131,16 +131,22 @@ def config_fields(run: Run, copy: Run, layout: dict[str, int], plain: bool) -> d
         found["recompute_granularity"] = found["recompute_method"] = found["recompute_num_layers"] = None
     if moe.num_experts is None:
         return found
-    kinds, coefficients = list(moe.moe_router_load_balancing_type), list(moe.moe_aux_loss_coeff)
-    coefficients = [value and max(value, AUX_LOSS_COEFF) for value in coefficients]
-    dispatcher = moe.moe_token_dispatcher_type if moe.moe_token_dispatcher_type in _DISPATCHERS else "alltoall"
+    kinds, coefficients = list(moe.moe_router_load_balancing_type), []
+    for value in moe.moe_aux_loss_coeff:
+        coefficients.append(value and max(value, AUX_LOSS_COEFF))
+    balancing: Any = (kinds, coefficients)
+    if len(kinds) == 1:  # then the engine wants no lists
+        balancing = (kinds[0], coefficients[0])
+    dispatcher = moe.moe_token_dispatcher_type
+    if dispatcher not in _DISPATCHERS:
+        dispatcher = "alltoall"
     if plain and moe.moe_expert_capacity_factor is None:
         dispatcher = "allgather"
     found |= {
         "moe_layer_freq": list(derived.moe_layer_pattern)[: found["num_layers"]],
         "moe_ffn_hidden_size": derived.moe_ffn_hidden_size,
-        "moe_router_load_balancing_type": kinds if len(kinds) > 1 else kinds[0],
-        "moe_aux_loss_coeff": coefficients if len(kinds) > 1 else coefficients[0],
+        "moe_router_load_balancing_type": balancing[0],
+        "moe_aux_loss_coeff": balancing[1],
         "moe_z_loss_coeff": moe.moe_z_loss_coeff and max(moe.moe_z_loss_coeff, Z_LOSS_COEFF),
         "moe_token_dispatcher_type": dispatcher,
         "moe_grouped_gemm": False,

@@ -2,14 +2,14 @@
 
 Model, layer specs, router, gradient buffers, reduction of gradients, optimizer and schedule are the engine's own, and
 none of this project's replacements for its defects is in use. What the engine cannot do without CUDA or Transformer
-Engine is done in its place in `_on_cpu`, or is left out and named in `leaves_out`.
+Engine is done in its place in `its_own_layers_run`, or is left out and named in `leaves_out`.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, mappings
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import torch_norm
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,8 +32,8 @@ from torch import Tensor
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.paths import read_settings
 from megatron_moe.config.schema import Run
+from megatron_moe.engine.import_hook import its_own_layers_run
 from megatron_moe.engine.optimizer import owned_part
-from megatron_moe.engine.patching import replaced
 from megatron_moe_tools import compat
 from megatron_moe_tools.compat.flags import read_script, read_test_case
 from megatron_moe_tools.doctor.small_copy import small_copy
@@ -93,7 +92,9 @@ class MegatronTrainer:
         self._layout = reduced_layout(run)
         self.ranks = ranks_of(self._layout)
         self.leaves_out = left_out(run)
-        self.loss = "tokens" if run.optimizer.calculate_per_token_loss else "micro-batches"
+        self.loss = "micro-batches"
+        if run.optimizer.calculate_per_token_loss:
+            self.loss = "tokens"
         self.packed = run.data.reset_attention_mask
         self._seen: dict[str, Tensor] = {}
 
@@ -109,14 +110,13 @@ class MegatronTrainer:
             expert_tensor_parallel_size=layout["etp"],
             create_gloo_process_groups=False,
         )
-        moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
         _forget_losses()
         model_parallel_cuda_manual_seed(1)
         sharded = parallel and self._run.derived.zero_stage > 0
         overlap = parallel and self._run.parallel.overlap_grad_reduce
         self._config = TransformerConfig(**config_fields(self._run, self._copy, layout, plain=not parallel))
         self._tied = not self._copy.model.untie_embeddings_and_output_weights
-        with _on_cpu():
+        with its_own_layers_run():
             model = self._model()
         for module in model.modules():
             if isinstance(module, TopKRouter):
@@ -162,7 +162,7 @@ class MegatronTrainer:
         self._chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         rows, length = batch[0]["input_ids"].shape
-        with _on_cpu():
+        with its_own_layers_run():
             said = get_forward_backward_func()(
                 forward_step_func=self._forward_step,
                 data_iterator=iter(batch),
@@ -181,7 +181,7 @@ class MegatronTrainer:
         dist.broadcast(total, last, group=parallel_state.get_pipeline_model_parallel_group())
         return {"loss": float(total[0] / total[1])}
 
-    def _forward_step(self, micro_batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
+    def _forward_step(self, micro_batches: Iterator[MicroBatch], model: DistributedDataParallel) -> tuple[Tensor, Any]:
         batch = next(micro_batches)
         tokens, length = batch["input_ids"], batch["input_ids"].shape[1]
         # Labels here are the tokens themselves; Megatron-LM's are those that come next.
@@ -194,7 +194,7 @@ class MegatronTrainer:
         losses = model(tokens, batch["position_ids"], hidden, labels=labels.clamp_min(0))
         return losses, partial(_loss, loss_mask)
 
-    def _count(self, router: TopKRouter, _inputs: Any, outputs: Any) -> None:
+    def _count(self, router: TopKRouter, _inputs: object, outputs: tuple[Tensor, Tensor]) -> None:
         """Count what a router chose. A recomputed layer's first pass is without gradients, and not counted.
 
         Weights are counted, not the map: slots that pad an expert to its capacity are in the map.
@@ -241,8 +241,8 @@ class MegatronTrainer:
         """Return this rank's coordinates."""
         found = {}
         for axis, name in _AXES.items():
-            rank, size = (getattr(parallel_state, f"get_{name}_{what}") for what in ("rank", "world_size"))
-            found[axis] = rank(), size()
+            rank = getattr(parallel_state, f"get_{name}_rank")()
+            found[axis] = rank, getattr(parallel_state, f"get_{name}_world_size")()
         return found
 
     def save(self, folder: str) -> None:
@@ -271,63 +271,21 @@ class MegatronTrainer:
         for path, module in model.named_modules():
             for own, weight in module.named_parameters(recurse=False):
                 name = _global_name(model, f"{path}.{own}", place["ep"])
-                axis = None
+                axis, stride, of = None, 1, "tp"
                 if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
                     axis = 0
                 elif isinstance(module, RowParallelLinear) and own == "weight":
                     axis = 1
-                part, parts = place["etp" if getattr(module, "is_expert", False) else "tp"]
-                gated = path.endswith("linear_fc1") and self._config.gated_linear_unit
-                cuts = () if axis is None or parts == 1 else ((axis, part, parts, 2 if gated else 1),)
+                if getattr(module, "is_expert", False):
+                    of = "etp"
+                if path.endswith("linear_fc1") and self._config.gated_linear_unit:
+                    stride = 2  # gate and up are each split
+                cuts: tuple[tuple[int, int, int, int], ...] = ()
+                if axis is not None and place[of][1] > 1:
+                    cuts = ((axis, *place[of], stride),)
                 if self._tied and name == "output_layer.weight":  # the last stage's copy of the embedding
                     name = "embedding.word_embeddings.weight"
                 yield name, weight, cuts
-
-
-# ---- The engine on a CPU.
-
-
-@contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Let the engine's code run without CUDA, Transformer Engine and apex.
-
-    A router with expert_bias asks for the current CUDA device. torch's norm refuses sequence parallelism, and does not
-    mark its weight for the sum over tensor-parallel ranks as Transformer Engine's norm does. gloo does not exchange
-    parts of different sizes, as NCCL does.
-    """
-    device, norm = torch.device("cpu"), torch_norm.WrappedTorchNorm
-    exchanges = {
-        "_gather_along_first_dim": partial(_gathered, mappings._gather_along_first_dim),
-        "_reduce_scatter_along_first_dim": partial(_reduce_scattered, mappings._reduce_scatter_along_first_dim),
-    }
-    with replaced([torch.cuda], current_device=lambda: device), replaced([norm], __new__=_norm):
-        with replaced([mappings], **exchanges):
-            yield
-
-
-def _gathered(stock: Any, own: Tensor, group: Any, sizes: Sequence[int] | None = None, *rest: Any) -> Tensor:
-    if sizes is None:
-        return stock(own, group, None, *rest)
-    found = own.new_zeros(sum(sizes), *own.shape[1:])
-    found.split(list(sizes))[group.rank()].copy_(own)
-    dist.all_reduce(found, group=group)
-    return found
-
-
-def _reduce_scattered(stock: Any, own: Tensor, group: Any, sizes: Sequence[int] | None = None, *rest: Any) -> Tensor:
-    if sizes is None:
-        return stock(own, group, None, *rest)
-    total = own.clone()
-    dist.all_reduce(total, group=group)
-    return total.split(list(sizes))[group.rank()].clone()
-
-
-def _norm(_: type, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **__: Any) -> torch.nn.Module:
-    kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-    norm = kind(hidden_size, eps=eps)
-    for weight in norm.parameters():
-        weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return norm
 
 
 def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -375,8 +333,10 @@ def _logged_losses(config: TransformerConfig, micro_batches: int) -> dict[str, l
 
     A stage without MoE layers takes part with zeros, as Megatron-LM has it (which asks for CUDA to do so).
     """
-    kinds = config.moe_router_load_balancing_type
-    names = [_LOGGED[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in _LOGGED]
+    kinds, names = config.moe_router_load_balancing_type, []
+    for kind, name in _LOGGED.items():
+        if kind == kinds or (isinstance(kinds, list) and kind in kinds):
+            names.append(name)
     if config.moe_z_loss_coeff:
         names.append("z_loss")
     if config.num_moe_experts is None or not names:
