@@ -257,6 +257,20 @@ WHERE = (
 """Where to look if no known mistake fits."""
 
 
+_NOT_RESTORED = 0.25
+"""Relative error of an update, from which on the weight has lost a step and not only followed from others."""
+
+
+def not_restored(comparison: Comparison) -> str | None:
+    """Return which weights a resumed trainer seems to have from elsewhere; None where none stands out."""
+    lost = [one for one in comparison.differences if "weight after" in one.quantity and one.error > _NOT_RESTORED]
+    if not lost:
+        return None
+    names = sorted({one.name for one in lost})
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"not restored, or not by its step: {', '.join(names[:3])}{rest}"
+
+
 def causes_of(evidence: Evidence) -> Iterator[str]:
     """Yield the known mistakes that the evidence fits; none if the initial weights differ already."""
     if any(one.step == 0 for one in evidence.comparison.differences):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_moe_tools.doctor.compare import EXPERT, FP32, Comparison, compare, describe, matching_patterns
 from megatron_moe_tools.doctor.measure import AssembledModel, LayoutDifference, assemble
-from megatron_moe_tools.doctor.trainers.causes import Evidence, causes_of
+from megatron_moe_tools.doctor.trainers.causes import Evidence, causes_of, not_restored
 from megatron_moe_tools.doctor.trainers.samples import Case
 from megatron_moe_tools.launch.local_ranks import RankFailure
 
@@ -198,6 +198,8 @@ def find(check: TrainerCheck, runs: Runs) -> TrainerFinding:
         finding.causes += matching_patterns(got, wanted, comparison, one_process=True)
     if check.cause and not finding.causes:
         finding.causes.append(check.cause)
+    if check.got.saved and (lost := not_restored(comparison)) is not None:
+        finding.causes.append(lost)
     if check.name == "layout":
         even = replace(check.wanted, masked=False), replace(check.got, masked=False)
         agrees = compare(runs.model(even[1]), runs.model(even[0]), TOLERANCES).agrees
