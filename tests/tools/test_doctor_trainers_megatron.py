@@ -77,7 +77,9 @@ def findings(
         if check.name not in trainer.leaves_out and not missing and only in ("", check.name):
             found.append(checks.find(check, runs))
     if only in ("", "expert-bias"):
-        found += [checks.untrained(Case(), runs), checks.bias_rule(Case(ranks=ranks), runs)]
+        found.append(checks.untrained(Case(), runs))
+        if (of_bias := checks.bias_rule(Case(ranks=ranks), runs)) is not None:
+            found.append(of_bias)
     return found
 
 
