@@ -28,14 +28,16 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megatron_moe.engine.patching import replaced
 
 if TYPE_CHECKING:
+    import torch
+    from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
@@ -43,6 +45,8 @@ _ENGINE = "megatron.core"
 _TIMERS, _TENSORBOARD = "megatron.core.timers", "torch.utils.tensorboard"
 
 Adjust = Callable[[ModuleType], None]
+Gather = Callable[..., "Tensor"]
+Sizes = Sequence[int] | None
 _ALWAYS: dict[str, Adjust] = {}
 _WITHOUT_CUDA: dict[str, Adjust] = {}
 """Module of the engine -> what adjusts it right after it is loaded."""
@@ -376,3 +380,58 @@ class _OtherThan(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(self.name)
+
+
+# ---- The engine's own layers, which a run of ours has in other forms.
+
+
+@contextmanager
+def its_own_layers_run() -> Iterator[None]:
+    """Return a block in which the engine's model can be built and run without Transformer Engine, and with gloo.
+
+    torch's norm refuses sequence parallelism (transformer/torch_norm.py), and does not mark its weight for the sum over
+    TP ranks as Transformer Engine's does. gloo exchanges no parts of different sizes (tensor_parallel/mappings.py).
+    """
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    parts = {
+        "_gather_along_first_dim": functools.partial(_gathered_parts, gather),
+        "_reduce_scatter_along_first_dim": functools.partial(_scattered_parts, scatter),
+    }
+    with replaced([WrappedTorchNorm], __new__=_marked_norm), replaced([mappings], **parts):
+        yield
+
+
+def _marked_norm(
+    _: type, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **__: object
+) -> torch.nn.Module:
+    import torch
+
+    kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    norm = kind(hidden_size, eps=eps)
+    for weight in norm.parameters():
+        weight.sequence_parallel = config.sequence_parallel
+    return norm
+
+
+def _gathered_parts(stock: Gather, own: Tensor, group: ProcessGroup, sizes: Sizes = None, *rest: bool) -> Tensor:
+    import torch
+
+    if sizes is None:
+        return stock(own, group, None, *rest)
+    found = own.new_zeros(sum(sizes), *own.shape[1:])
+    found.split(list(sizes))[group.rank()].copy_(own)
+    torch.distributed.all_reduce(found, group=group)
+    return found
+
+
+def _scattered_parts(stock: Gather, own: Tensor, group: ProcessGroup, sizes: Sizes = None, *rest: bool) -> Tensor:
+    import torch
+
+    if sizes is None:
+        return stock(own, group, None, *rest)
+    total = own.clone()
+    torch.distributed.all_reduce(total, group=group)
+    return total.split(list(sizes))[group.rank()].clone()

@@ -338,6 +338,8 @@ def check_trainer(argv: list[str]) -> int:
     for name in ("report", "json"):
         require_writable(f"--{name}", getattr(flags, name))
     trainer = load_trainer(flags.target, flags.config)  # refuses a mistake before processes are started
+    if flags.ranks % (needed := getattr(trainer, "ranks", 1)):
+        raise ConfigError(f"--ranks {flags.ranks}: the layout of {flags.config} needs a multiple of {needed} ranks")
     # Not before the flags are right: loading the engine takes seconds.
     from megatron_moe_tools.doctor.trainers import checks, rank
 
@@ -350,6 +352,9 @@ def check_trainer(argv: list[str]) -> int:
         raise ConfigError(f"--checks {' '.join(unknown)}: there are {', '.join(named)}")
     wanted = set(flags.checks or named)
     skipped = []
+    for name, reason in getattr(trainer, "leaves_out", {}).items():
+        skipped.append(f"{name}: {reason}")
+        wanted.discard(name)
     for one in planned:
         if one.name in wanted and (missing := [name for name in one.needs if not getattr(trainer, name, None)]):
             skipped.append(f"{one.name}: the trainer gives no {', '.join(missing)}")

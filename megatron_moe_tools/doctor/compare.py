@@ -292,9 +292,10 @@ def matching_patterns(
         groups = ", ".join(sorted(along))
         found.append(f"copies differ between ranks along {groups}: a reduction or broadcast over that group is amiss")
     if ratios == {1.0}:
+        margin = "" if math.isinf(wanted.smallest_margin) else f", {wanted.smallest_margin:.1e}"
         found.append(
             "all choices are counted, some for another expert: the logits differ by more than the closest choice's "
-            f"margin, {wanted.smallest_margin:.1e}"
+            f"margin{margin}"
         )
     elif ratios:
         shown = ", ".join(f"{ratio:.3g}" for ratio in sorted(ratios))
@@ -321,8 +322,9 @@ def _gradients(
             for name, tensor in gradients.items():
                 squares[EXPERT.search(name) is not None] += float(tensor.double().square().sum())
             yield "every gradient agrees, their norm does not: it counts some parameter twice or not at all"
-            if squares[True]:
-                share = (got.steps[step - 1]["grad_norm"] ** 2 - squares[False]) / squares[True]
+            share = got.steps[step - 1]["grad_norm"] ** 2 - squares[False]
+            if squares[True] and share >= 0:
+                share /= squares[True]
                 yield f"with the dense weights counted once, the routed experts' squares are counted {share:.3g} times"
         return
     mine, theirs = got.tensors[quantity], wanted.tensors[quantity]

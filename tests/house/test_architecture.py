@@ -47,6 +47,8 @@ BUILT_OF_THE_ENGINE = {
     "model/mtp.py": "a block of specs",
     "model/overlap.py": "plans of two micro-batches",
     "moe/flex.py": "DeepEP's and HybridEP's kernels",
+    "megatron_moe_tools/doctor/trainers/megatron_core_config.py": "the engine's configuration, in no way ours",
+    "megatron_moe_tools/doctor/trainers/megatron_core_target.py": "the engine as Megatron-LM runs it, to be checked",
 }
 
 # What torch, the engine and other libraries read of objects that are theirs: public, and never taken back.

@@ -1,7 +1,7 @@
 """What a trainer gives so that the doctor can check it.
 
-A script is a Python file with the functions of `TestedTrainer`; `build`, `step` and `named_gradients` are enough. The targets
-that come with the doctor are objects with the same methods.
+A script is a Python file with the functions of `TestedTrainer`; `build`, `step` and `named_gradients` are
+enough. The targets that come with the doctor are objects with the same methods.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ class TestedTrainer(Protocol):
             micro-batch's mean gives it.
         packed: whether documents of a sequence, told by position_ids that start again, must not see each other.
         vocabulary: tokens that the model knows, 64 by default.
+        ranks: the layout's ranks; --ranks has to be a multiple. 1 by default.
+        leaves_out: checks, and what else is not checked of what the user gave, with the reason.
     """
 
     loss: str
     packed: bool
     vocabulary: int
+    ranks: int
+    leaves_out: Mapping[str, str]
 
     def build(self, rank: int, world: int) -> None:
         """Build model and optimizer on this rank, in fp32 on the CPU; the default gloo group is there.

@@ -24,7 +24,12 @@ from megatron_moe_tools.doctor.trainers.protocol import AXES, Held, TestedTraine
 from megatron_moe_tools.doctor.trainers.samples import Case, Sizes, micro_batches
 from megatron_moe_tools.doctor.trainers.targets import load_trainer
 
-_UNKNOWN_ROUTER = {"counts": None, "dropped": None, "expert_bias": None, "bias_rate": None, "aux_losses": {}}
+_UNKNOWN_ROUTER = {
+    **dict.fromkeys(("counts", "dropped", "expert_bias", "bias_rate")),
+    "aux_losses": {},
+    "margin": math.inf,
+    "router_error": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -84,29 +89,32 @@ def run(request: TrainerRequest, trainer: TestedTrainer) -> dict[str, Any]:
         if hasattr(trainer, "prepare") and (step == 1 or case.saved):
             trainer.prepare([batch] if case.saved else list(batches.values()))
         said = trainer.step(batch)
-        said = dict(said) if isinstance(said, Mapping) else {"loss": said}
+        if not isinstance(said, Mapping):
+            said = {"loss": said}
         tensors[f"gradient, step {step}"] = _recorded(trainer.named_gradients())
-        norm = trainer.update() if hasattr(trainer, "update") else None
+        norm = math.nan
+        if hasattr(trainer, "update") and (known := trainer.update()) is not None:
+            norm = float(known)
+        tensors[f"weight after step {step}"] = _weights(trainer)
         # Counts belong to the pass, the bias to the update: both are read here.
         layers = {}
-        for name, router in (trainer.routers() if hasattr(trainer, "routers") else {}).items():
-            layers[name] = _UNKNOWN_ROUTER | {"margin": math.inf, "router_error": 0.0} | _plain(router)
+        if hasattr(trainer, "routers"):
+            for name, router in trainer.routers().items():
+                layers[name] = _UNKNOWN_ROUTER | _plain(router)
         if said.get("aux_losses"):
-            layers["all routers"] = _UNKNOWN_ROUTER | {"margin": math.inf, "router_error": 0.0}
-            layers["all routers"]["aux_losses"] = {name: float(value) for name, value in said["aux_losses"].items()}
+            layers["all routers"] = _UNKNOWN_ROUTER | {"aux_losses": dict(said["aux_losses"])}
         steps.append(
             {
                 "committed": True,
                 "loss": float(said["loss"]),
                 "token_loss": float(said.get("token_loss", said["loss"])),
                 "tokens": None,  # a trainer does not say
-                "grad_norm": math.nan if norm is None else float(norm),
+                "grad_norm": norm,
                 "loss_scale": None,
                 "mtp_losses": [],
                 "layers": layers,
             }
         )
-    tensors[f"weight after step {case.steps}"] = _weights(trainer)
     return {
         "place": {f"{axis}_rank": place[axis][0] for axis in AXES},
         "sizes": {axis: place[axis][1] for axis in AXES},

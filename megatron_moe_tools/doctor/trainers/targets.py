@@ -1,7 +1,7 @@
 """The trainers that the doctor knows, by the name that --target takes.
 
-A target's module has `load(path)`, which reads what the user gives and returns a `TestedTrainer`. It is imported only when it
-is asked for, in the processes that run the trainer.
+A target's module has `load(path)`, which reads what the user gives and returns a `TestedTrainer`. It is imported only
+when it is asked for.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe_tools.doctor.trainers.samples import IGNORED, MicroBatch
@@ -245,20 +245,20 @@ class TransformersTrainer:
         for batch in batches:
             for micro in batch:
                 rows.append(self._inputs(micro))
-        before = len(batches[0])
-        trainer = Trainer(
+
+        class OwnRows(Trainer):
+            """Trainer, with the rows that are this rank's already."""
+
+            def get_train_dataloader(self) -> DataLoader:
+                return DataLoader(_Rows(rows), batch_size=1, collate_fn=lambda found: dict(found[0]))
+
+        trainer = OwnRows(
             model=self._model,
-            args=self._arguments(len(batches), before),
+            args=self._arguments(len(batches), len(batches[0])),
             train_dataset=_Rows(rows),
-            data_collator=lambda found: dict(found[0]),
             callbacks=[Reader()],
         )
-        # The rows are this rank's own already.
-        trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader(  # type: ignore[method-assign]
-            _Rows(rows), batch_size=1, collate_fn=lambda found: dict(found[0])
-        )
         trainer.train(resume_from_checkpoint=self._load_from)
-        self._trainer = trainer
 
     def _arguments(self, steps: int, accumulated: int) -> Any:
         from accelerate.state import AcceleratorState, GradientState

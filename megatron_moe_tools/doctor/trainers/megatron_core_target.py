@@ -1,0 +1,358 @@
+"""The target megatron-core: the engine as Megatron-LM runs it, on a small copy of what a launch script trains.
+
+Model, layer specs, router, gradient buffers, reduction of gradients, optimizer and schedule are the engine's own, and
+none of this project's replacements for its defects is in use. What the engine cannot do without CUDA or Transformer
+Engine is done in its place in `its_own_layers_run`, or is left out and named in `leaves_out`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import read_settings
+from megatron_moe.config.schema import Run
+from megatron_moe.engine.import_hook import its_own_layers_run
+from megatron_moe.engine.optimizer import owned_part
+from megatron_moe_tools import compat
+from megatron_moe_tools.compat.flags import read_script, read_test_case
+from megatron_moe_tools.doctor.small_copy import small_copy
+from megatron_moe_tools.doctor.trainers.megatron_core_config import config_fields, left_out, ranks_of, reduced_layout
+from megatron_moe_tools.doctor.trainers.protocol import Held
+from megatron_moe_tools.doctor.trainers.samples import IGNORED, MicroBatch, Sizes
+
+moe_logging: Any = None
+with suppress(ImportError):  # since 0.19
+    from megatron.core.transformer.moe import moe_logging
+
+_ADAM = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+_LOGGED = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+_AXES = {
+    "tp": "tensor_model_parallel",
+    "pp": "pipeline_model_parallel",
+    "dp": "data_parallel",
+    "ep": "expert_model_parallel",
+    "etp": "expert_tensor_parallel",
+}
+
+
+def load(path: Path) -> MegatronTrainer:
+    """Return the trainer of a launch script, a text file of flags, or a YAML file of either.
+
+    Raises:
+        ConfigError: the file has no flags, or some that cannot be checked.
+    """
+    text = read_settings("--target megatron-core", str(path), "launch script")
+    is_yaml = path.suffix in (".yaml", ".yml")
+    script = read_test_case(text, str(path)) if is_yaml else read_script(text)
+    argv = [word for flag, values in script.flags for word in (flag, *map(script.resolved, values))]
+    if is_yaml and not argv:
+        argv = ["--config", str(path)]
+    if not argv:
+        raise ConfigError(f"{path}: has no command of a .py program with flags, and no flags")
+    return MegatronTrainer(compat.parse(["--defaults", "megatron", *argv]))
+
+
+class MegatronTrainer:
+    """A `TestedTrainer` of the engine's own parts.
+
+    Attributes:
+        ranks: the layout's ranks.
+        leaves_out: what is not checked, and why.
+    """
+
+    vocabulary = Sizes.vocabulary
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._copy = run, small_copy(run)
+        self._layout = reduced_layout(run)
+        self.ranks = ranks_of(self._layout)
+        self.leaves_out = left_out(run)
+        self.loss = "micro-batches"
+        if run.optimizer.calculate_per_token_loss:
+            self.loss = "tokens"
+        self.packed = run.data.reset_attention_mask
+        self._seen: dict[str, Tensor] = {}
+
+    def build(self, rank: int, world: int) -> None:
+        """Build the engine's model and optimizer with weights that depend on their names alone."""
+        parallel = world > 1
+        layout = self._layout if parallel else dict.fromkeys(self._layout, 1)
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            layout["tp"],
+            layout["pp"],
+            expert_model_parallel_size=layout["ep"],
+            expert_tensor_parallel_size=layout["etp"],
+            create_gloo_process_groups=False,
+        )
+        _forget_losses()
+        model_parallel_cuda_manual_seed(1)
+        sharded = parallel and self._run.derived.zero_stage > 0
+        overlap = parallel and self._run.parallel.overlap_grad_reduce
+        self._config = TransformerConfig(**config_fields(self._run, self._copy, layout, plain=not parallel))
+        self._tied = not self._copy.model.untie_embeddings_and_output_weights
+        with its_own_layers_run():
+            model = self._model()
+        for module in model.modules():
+            if isinstance(module, TopKRouter):
+                module.register_forward_hook(self._count)
+        for name, weight, cuts in self._weights_of(model):
+            if weight.dim() > 1:
+                weight.data.copy_(_drawn(name, weight, cuts))
+        buffers = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, use_distributed_optimizer=sharded
+        )
+        self._chunk = DistributedDataParallel(self._config, buffers, model)
+        options = {name: getattr(self._copy.optimizer, name) for name in _ADAM}
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(optimizer="adam", use_distributed_optimizer=sharded, **options),
+            [self._chunk],
+            use_gloo_process_groups=False,
+        )
+        self._config.finalize_model_grads_func = finalize_model_grads
+        self._config.grad_scale_func = self._optimizer.scale_loss
+        if overlap:
+            self._config.no_sync_func = self._chunk.no_sync
+
+    def _model(self) -> GPTModel:
+        model = self._copy.model
+        spec = get_gpt_decoder_block_spec(self._config, use_transformer_engine=False, normalization=model.normalization)
+        return GPTModel(
+            self._config,
+            spec,
+            self.vocabulary,
+            max_sequence_length=4 * Sizes.length,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            position_embedding_type=model.position_embedding_type,
+            rotary_base=model.rotary_base,
+            rotary_percent=model.rotary_percent,
+            share_embeddings_and_output_weights=self._tied,
+        )
+
+    def step(self, batch: Sequence[MicroBatch]) -> Mapping[str, Any]:
+        """Run the engine's schedule over the micro-batches; it reduces the gradients at its end."""
+        self._seen = {}
+        self._micro_batches = len(batch)
+        self._chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        rows, length = batch[0]["input_ids"].shape
+        with its_own_layers_run():
+            said = get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=iter(batch),
+                model=[self._chunk],
+                num_microbatches=len(batch),
+                seq_length=length,
+                micro_batch_size=rows,
+                forward_only=False,
+            )
+        # As Megatron-LM logs it: the sum over all micro-batches over the number of their tokens.
+        total = torch.zeros(2)
+        if parallel_state.is_pipeline_last_stage():
+            total = torch.stack([one["lm loss"] for one in said]).sum(0)
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(total, last, group=parallel_state.get_pipeline_model_parallel_group())
+        return {"loss": float(total[0] / total[1])}
+
+    def _forward_step(self, micro_batches: Iterator[MicroBatch], model: DistributedDataParallel) -> tuple[Tensor, Any]:
+        batch = next(micro_batches)
+        tokens, length = batch["input_ids"], batch["input_ids"].shape[1]
+        # Labels here are the tokens themselves; Megatron-LM's are those that come next.
+        labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+        loss_mask = (labels != IGNORED).float()
+        hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+        if self.packed:
+            documents = batch["documents"]
+            hidden = hidden | (documents[:, None, :, None] != documents[:, None, None, :])
+        losses = model(tokens, batch["position_ids"], hidden, labels=labels.clamp_min(0))
+        return losses, partial(_loss, loss_mask)
+
+    def _count(self, router: TopKRouter, _inputs: object, outputs: tuple[Tensor, Tensor]) -> None:
+        """Count what a router chose. A recomputed layer's first pass is without gradients, and not counted.
+
+        Weights are counted, not the map: slots that pad an expert to its capacity are in the map.
+        """
+        if torch.is_grad_enabled():
+            name, counts = _router_name(router), (outputs[0] != 0).sum(0)
+            self._seen[name] = self._seen.get(name, 0) + counts.to(torch.int64)
+
+    def named_gradients(self) -> Iterator[tuple[str, Held]]:
+        """Yield gradients as they are in the engine's buffers, reduced."""
+        for name, weight, cuts in self._weights_of(self._chunk.module):
+            yield name, (cuts, weight.main_grad, tuple(owned_part(self._optimizer, weight)))
+
+    def named_weights(self) -> Iterator[tuple[str, Held]]:
+        """Yield the model's weights."""
+        for name, weight, cuts in self._weights_of(self._chunk.module):
+            yield name, (cuts, weight.data, (None, 0, weight.numel()))
+
+    def update(self) -> float:
+        """Make the engine's optimizer step."""
+        _, norm, _ = self._optimizer.step()
+        return float(norm)
+
+    def routers(self) -> dict[str, dict[str, Any]]:
+        """Return what the routers did; the bias is what `finalize_model_grads` has left."""
+        losses = _logged_losses(self._config, self._micro_batches)
+        found = {}
+        for module in self._chunk.modules():
+            if isinstance(module, TopKRouter):
+                name = _router_name(module)
+                counts = self._seen[name].clone()
+                dist.all_reduce(
+                    counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+                )
+                found[name] = {
+                    "counts": counts,
+                    "expert_bias": module.expert_bias,
+                    "bias_rate": self._config.moe_router_bias_update_rate,
+                    "aux_losses": {kind: float(values[module.layer_number - 1]) for kind, values in losses.items()},
+                }
+        return found
+
+    def place(self) -> dict[str, tuple[int, int]]:
+        """Return this rank's coordinates."""
+        found = {}
+        for axis, name in _AXES.items():
+            rank = getattr(parallel_state, f"get_{name}_rank")()
+            found[axis] = rank, getattr(parallel_state, f"get_{name}_world_size")()
+        return found
+
+    def save(self, folder: str) -> None:
+        """Save model and optimizer by the engine's distributed checkpoint."""
+        path = Path(folder, "engine")
+        path.mkdir(exist_ok=True)
+        dist_checkpointing.save(self._sharded_state(loading=False), str(path))
+
+    def load(self, folder: str) -> None:
+        """Load what `save` has saved."""
+        found = dist_checkpointing.load(self._sharded_state(loading=True), str(Path(folder, "engine")))
+        self._chunk.module.load_state_dict(found["model"])
+        self._optimizer.load_state_dict(found["optimizer"])
+
+    def _sharded_state(self, loading: bool) -> dict[str, Any]:
+        model, how = self._chunk.module.sharded_state_dict(), {"distrib_optim_sharding_type": "fully_reshardable"}
+        return {"model": model, "optimizer": self._optimizer.sharded_state_dict(model, loading, metadata=how)}
+
+    def _weights_of(self, model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter, tuple]]:
+        """Yield every weight with its name in the whole model and its cuts.
+
+        Which axis a module splits is its class's; the marks that the engine puts on weights are not asked, since they
+        are among what is checked.
+        """
+        place = self.place()
+        for path, module in model.named_modules():
+            for own, weight in module.named_parameters(recurse=False):
+                name = _global_name(model, f"{path}.{own}", place["ep"])
+                axis, stride, of = None, 1, "tp"
+                if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+                    axis = 0
+                elif isinstance(module, RowParallelLinear) and own == "weight":
+                    axis = 1
+                if getattr(module, "is_expert", False):
+                    of = "etp"
+                if path.endswith("linear_fc1") and self._config.gated_linear_unit:
+                    stride = 2  # gate and up are each split
+                cuts: tuple[tuple[int, int, int, int], ...] = ()
+                if axis is not None and place[of][1] > 1:
+                    cuts = ((axis, *place[of], stride),)
+                if self._tied and name == "output_layer.weight":  # the last stage's copy of the embedding
+                    name = "embedding.word_embeddings.weight"
+                yield name, weight, cuts
+
+
+def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return a micro-batch's loss as Megatron-LM's pretrain_gpt.py does: the sum, its tokens, and both to be logged."""
+    total, tokens = (losses.float() * mask).sum(), mask.sum()
+    return total, tokens.to(torch.int), {"lm loss": torch.stack([total.detach().clone(), tokens])}
+
+
+def _drawn(name: str, weight: Tensor, cuts: tuple) -> Tensor:
+    """Return a rank's share of a weight [of the whole model's shape] that its name alone decides."""
+    shape = list(weight.shape)
+    for axis, _, parts, _ in cuts:
+        shape[axis] *= parts
+    full = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.1
+    for axis, part, parts, stride in cuts:
+        full = torch.cat([block.chunk(parts, axis)[part] for block in full.chunk(stride, axis)], axis)
+    return full
+
+
+def _global_name(model: GPTModel, name: str, ep: tuple[int, int]) -> str:
+    """Return a weight's name in the whole model: layers and experts are numbered on each rank for themselves."""
+    words = name.split(".")
+    if "layers" in words:
+        at = words.index("layers") + 1
+        words[at] = str(model.decoder.layers[int(words[at])].layer_number - 1)
+    if "local_experts" in words:
+        at = words.index("local_experts") + 1
+        words[at] = str(int(words[at]) + ep[0] * model.config.num_moe_experts // ep[1])
+    return ".".join(words)
+
+
+def _router_name(router: TopKRouter) -> str:
+    return f"decoder.layers.{router.layer_number - 1}.mlp.router"
+
+
+def _forget_losses() -> None:
+    if moe_logging is None:
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:
+        moe_logging.destroy_moe_metrics_tracker()
+
+
+def _logged_losses(config: TransformerConfig, micro_batches: int) -> dict[str, list[float]]:
+    """Return each auxiliary loss of each layer as the engine logs it, over all ranks, and forget it.
+
+    A stage without MoE layers takes part with zeros, as Megatron-LM has it (which asks for CUDA to do so).
+    """
+    kinds, names = config.moe_router_load_balancing_type, []
+    for kind, name in _LOGGED.items():
+        if kind == kinds or (isinstance(kinds, list) and kind in kinds):
+            names.append(name)
+    if config.moe_z_loss_coeff:
+        names.append("z_loss")
+    if config.num_moe_experts is None or not names:
+        return {}
+    if moe_logging is None:
+        tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+        for name in names:
+            tracker.setdefault(name, {"values": torch.zeros(config.num_layers)})
+        moe_utils.reduce_aux_losses_tracker_across_ranks(names)
+        values = [tracker[name]["values"] for name in names]
+    else:
+        metrics = moe_logging.get_moe_metrics_tracker()
+        for name in names:
+            metrics.ensure_initialized(name, config.num_layers)
+        metrics._sync_metrics(names)
+        values = [metrics.metrics[name].values for name in names]
+    found = {name: (of_layers / micro_batches).tolist() for name, of_layers in zip(names, values)}
+    _forget_losses()
+    return found
