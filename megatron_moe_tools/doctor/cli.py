@@ -7,7 +7,8 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from megatron_moe_tools.launch.local_ranks import LocalRanks, RankFailure
 if TYPE_CHECKING:  # flags are checked before torch is loaded
     from megatron_moe_tools.doctor.compare import DoctorReport
     from megatron_moe_tools.doctor.measure import AssembledModel, MeasuringRanks, Request
+    from megatron_moe_tools.doctor.trainers.checks import TrainerFinding
 
 NAME = "megatron-moe doctor"
 
@@ -364,9 +366,10 @@ def check_trainer(argv: list[str]) -> int:
             skipped.append(f"{what}: the trainer gives no {name}")
     began, findings = time.monotonic(), list[checks.TrainerFinding]()
     sizes = Sizes(vocabulary=getattr(trainer, "vocabulary", Sizes.vocabulary))
+    request = rank.TrainerRequest(flags.target, str(flags.config.resolve()), Case(), sizes, folder="")
     with LocalRanks(rank.run_into, 1, seconds=flags.timeout, threads=1) as alone:
         with LocalRanks(rank.run_into, flags.ranks, seconds=flags.timeout, threads=1) as many:
-            runs = checks.Runs(_runner(flags, sizes, alone, many))
+            runs = checks.Runs(alone, many, request)
             for one in planned:
                 if one.name in wanted:
                     findings.append(checks.find(one, runs))
@@ -390,7 +393,7 @@ def check_trainer(argv: list[str]) -> int:
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "seconds": round(time.monotonic() - began),
     }
-    text = checks.page(about, findings, skipped)
+    text = trainer_page(about, findings, skipped)
     say(f"\n{text}")
     if flags.report is not None:
         replace_text(Path(flags.report), text)
@@ -398,7 +401,7 @@ def check_trainer(argv: list[str]) -> int:
         replace_json(
             Path(flags.json),
             {
-                "verdict": checks.verdict(findings),
+                "verdict": verdict(findings),
                 **about,
                 "checks": [one.as_dict() for one in findings],
                 "skipped": skipped,
@@ -414,22 +417,57 @@ _OPTIONAL = {
 }
 
 
-def _runner(flags: argparse.Namespace, sizes: Sizes, alone: LocalRanks, many: LocalRanks) -> Callable[[Case], Any]:
-    def run(case: Case) -> list[dict[str, Any]]:
-        import torch
-
-        pool = many if case.ranks > 1 else alone
-        argument = {
-            "target": flags.target,
-            "config": str(flags.config.resolve()),
-            "case": dataclasses.asdict(case),
-            "sizes": dataclasses.asdict(sizes),
-            "folder": str(pool.folder),
-        }
-        return [torch.load(path, weights_only=True) for path in pool.call(argument, case.ranks)]
-
-    return run
-
-
-def _say_finding(finding: Any) -> None:
+def _say_finding(finding: TrainerFinding) -> None:
     say(f"{finding.check:<18} {'agrees' if finding.good else 'WRONG: ' + finding.first}")
+
+
+def verdict(findings: Sequence[TrainerFinding]) -> str:
+    """Return the result in one line."""
+    bad = []
+    for one in findings:
+        if not one.good:
+            bad.append(one.check)
+    if not bad:
+        return f"nothing is wrong in {len(findings)} checks"
+    return f"{len(bad)} of {len(findings)} checks found something wrong: {', '.join(bad)}"
+
+
+def trainer_page(about: dict[str, Any], findings: Sequence[TrainerFinding], skipped: Sequence[str]) -> str:
+    """Return the page.
+
+    Args:
+        about: what was checked: target, config, ranks, versions.
+        findings: of all checks.
+        skipped: what was not checked, and why.
+    """
+    return "\n".join(_lines(about, findings, skipped)) + "\n"
+
+
+def _lines(about: dict[str, Any], findings: Sequence[TrainerFinding], skipped: Sequence[str]) -> Iterator[str]:
+    yield f"# {verdict(findings).capitalize()}"
+    yield ""
+    for name, value in about.items():
+        yield f"- {name}: {value}"
+    for one in findings:
+        if one.good:
+            continue
+        yield f"\n## {one.check}: {one.question}"
+        yield ""
+        for line in one.lines():
+            yield f"- {line}"
+        yield f"\n```bash\n{one.command}\n```"
+    good = list(filter(attrgetter("good"), findings))
+    if good:
+        yield "\n## What agrees"
+        yield "\n| check | question | largest relative errors |\n|---|---|---|"
+        for one in good:
+            assert one.comparison is not None
+            errors = []
+            for kind, error in one.comparison.largest.items():
+                if error:
+                    errors.append(f"{kind} {error:.1e}")
+            yield f"| {one.check} | {one.question} | {', '.join(errors) or 'none'} |"
+    if skipped:
+        yield "\n## What was not checked\n"
+        for text in skipped:
+            yield f"- {text}"

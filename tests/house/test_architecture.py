@@ -47,7 +47,6 @@ BUILT_OF_THE_ENGINE = {
     "model/mtp.py": "a block of specs",
     "model/overlap.py": "plans of two micro-batches",
     "moe/flex.py": "DeepEP's and HybridEP's kernels",
-    "megatron_moe_tools/doctor/trainers/megatron_core_config.py": "the engine's configuration, in no way ours",
     "megatron_moe_tools/doctor/trainers/megatron_core_target.py": "the engine as Megatron-LM runs it, to be checked",
 }
 

@@ -7,19 +7,33 @@ trained ones must not see.
 
 from __future__ import annotations
 
+import math
+import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import cached_property
+from itertools import islice
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_moe_tools.doctor.compare import EXPERT, FP32, Comparison, compare, describe, matching_patterns
-from megatron_moe_tools.doctor.measure import AssembledModel, LayoutDifference, assemble
-from megatron_moe_tools.doctor.trainers.causes import Evidence, causes_of, not_restored
+from megatron_moe_tools.doctor.compare import (
+    EXPERT,
+    FP32,
+    ROUTER,
+    Comparison,
+    compare,
+    describe,
+    factor,
+    matching_patterns,
+)
+from megatron_moe_tools.doctor.measure import AssembledModel, LayoutDifference, assemble, matching_views
+from megatron_moe_tools.doctor.trainers.rank import TrainerRequest
 from megatron_moe_tools.doctor.trainers.samples import Case
-from megatron_moe_tools.launch.local_ranks import RankFailure
+from megatron_moe_tools.launch.local_ranks import LocalRanks, RankFailure
 
 Relation = Literal["all", "batch", "loss", "not the loss"]
 """What two cases have in common: all that is recorded; all but weights, which differ by rounding; the loss alone; or
@@ -116,8 +130,6 @@ def checks_for(ranks: int, loss: str) -> list[TrainerCheck]:
             cause="part of the state is not saved, or not restored: optimizer, step count, expert_bias",
         ),
     ]
-    if loss != "tokens":  # its auxiliary losses and means depend on how a batch is cut
-        found = [one for one in found if one.name != "padding"]
     return found
 
 
@@ -146,6 +158,20 @@ class TrainerFinding:
         """Whether the check was made and nothing is wrong."""
         return self.comparison is not None and self.comparison.agrees
 
+    def lines(self, most: int = 6) -> Iterator[str]:
+        """Yield the lines about a finding that is not good."""
+        if self.error is not None:
+            yield self.error
+            return
+        assert self.comparison is not None
+        yield f"first: {self.first}"
+        for cause in self.causes:
+            yield f"likely: {cause}"
+        for one in self.comparison.differences[1:most]:
+            yield describe(one)
+        if len(self.comparison.differences) > most:
+            yield f"and {len(self.comparison.differences) - most} more"
+
     def as_dict(self) -> dict[str, Any]:
         """Return the finding as plain values for JSON."""
         differences, largest = [], {}
@@ -167,21 +193,34 @@ class TrainerFinding:
 
 
 class Runs:
-    """The cases that have run, each once: its records and the model assembled from them."""
+    """The cases that have run, each once: its records and the model assembled from them.
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    Args:
+        alone: runs one process. many: runs the layout.
+        request: what all cases have in common.
+    """
+
+    def __init__(self, alone: LocalRanks, many: LocalRanks, request: TrainerRequest) -> None:
+        self._alone, self._many, self._request = alone, many, request
         self._records: dict[Case, list[dict[str, Any]]] = {}
 
     def records(self, case: Case) -> list[dict[str, Any]]:
-        """Return every rank's record of a case."""
+        """Return every rank's record of a case. Raises RankFailure: it does not run."""
         if case not in self._records:
-            self._records[case] = self._run(case)
+            pool = self._many if case.ranks > 1 else self._alone
+            request = replace(self._request, case=case, folder=str(pool.folder))
+            paths = pool.call(request.as_argument(), case.ranks)
+            self._records[case] = list(map(_loaded, paths))
         return self._records[case]
 
     def model(self, case: Case) -> AssembledModel:
         """Return what the ranks of a case hold together."""
         return assemble(self.records(case))
+
+
+def _loaded(path: str) -> dict[str, Any]:
+    record: dict[str, Any] = torch.load(path, weights_only=True)
+    return record
 
 
 def find(check: TrainerCheck, runs: Runs) -> TrainerFinding:
@@ -215,7 +254,10 @@ def _related(check: TrainerCheck, wanted: AssembledModel, got: AssembledModel) -
     if check.relation == "all":
         return compare(got, wanted, TOLERANCES)
     if check.relation == "batch":
-        kept = {name: tensors for name, tensors in got.tensors.items() if not name.startswith("weight")}
+        kept = dict(got.tensors)
+        for name in got.tensors:
+            if name.startswith("weight"):
+                del kept[name]
         return compare(replace(got, tensors=kept), wanted, TOLERANCES)
     a, b = got.steps[0]["token_loss"], wanted.steps[0]["token_loss"]
     error = abs(a - b) / max(abs(b), 1e-30)
@@ -326,65 +368,289 @@ def command(program: str, target: str, config: str, ranks: int, finding: Trainer
     return f"{program} {shlex.join(words)}"
 
 
-def shown_lines(finding: TrainerFinding, most: int = 6) -> Iterator[str]:
-    """Yield the lines about a finding that is not good."""
-    if finding.error is not None:
-        yield finding.error
-        return
-    assert finding.comparison is not None
-    yield f"first: {finding.first}"
-    for cause in finding.causes:
-        yield f"likely: {cause}"
-    for one in finding.comparison.differences[1:most]:
-        yield describe(one)
-    if len(finding.comparison.differences) > most:
-        yield f"and {len(finding.comparison.differences) - most} more"
+# ---- Known mistakes, and what each of them looks like.
+#
+# A row tells which weights' gradients are off, by which factor, and what makes such a factor. The factors are named, so
+# that "0.5 times" is told as 1 / EP where EP is 2. Where two sizes are equal, all that fit are named.
+
+_SHARED = re.compile(r"\.shared_experts?\.")
+ALL, EXPERTS, SHARED, ROUTERS, DENSE, SOME = (
+    "every weight", "routed experts", "shared experts", "routers", "all but routed experts", "some weights",
+)  # fmt: skip
 
 
-# ---- The page.
+@dataclass
+class Evidence:
+    """What a layout that differs from one process shows.
 
-
-def verdict(findings: Sequence[TrainerFinding]) -> str:
-    """Return the result in one line."""
-    bad = [one.check for one in findings if not one.good]
-    if not bad:
-        return f"nothing is wrong in {len(findings)} checks"
-    return f"{len(bad)} of {len(findings)} checks found something wrong: {', '.join(bad)}"
-
-
-def page(about: dict[str, Any], findings: Sequence[TrainerFinding], skipped: Sequence[str]) -> str:
-    """Return the page.
-
-    Args:
-        about: what was checked: target, config, ranks, versions.
-        findings: of all checks.
-        skipped: what was not checked, and why.
+    Attributes:
+        comparison: all differences.
+        wanted: one process.
+        got: the layout.
+        records: every rank's record of the layout.
+        agrees_where_even: whether there is no difference when every sequence has as many trained tokens as the others.
     """
-    return "\n".join(_lines(about, findings, skipped)) + "\n"
+
+    comparison: Comparison
+    wanted: AssembledModel
+    got: AssembledModel
+    records: list[dict[str, Any]]
+    agrees_where_even: bool
+
+    @cached_property
+    def step(self) -> int:
+        """The first step that differs."""
+        return next(filter(None, sorted(map(attrgetter("step"), self.comparison.differences))), 1)
+
+    @cached_property
+    def kinds(self) -> set[str]:
+        """The quantities that differ in that step."""
+        found = set()
+        for one in self.comparison.differences:
+            if one.step == self.step:
+                found.add(one.quantity.partition(",")[0])
+        return found
+
+    @cached_property
+    def before_update(self) -> set[str]:
+        """The quantities among them that there are before the weights change."""
+        return {kind for kind in self.kinds if "weight after" not in kind}
+
+    @cached_property
+    def gradients(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Gradients of that step: the layout's, and one process's."""
+        quantity = f"gradient, step {self.step}"
+        return self.got.tensors[quantity], self.wanted.tensors[quantity]
+
+    @cached_property
+    def off(self) -> set[str]:
+        """Names of the weights whose gradients differ in that step, as a whole or between ranks."""
+        found = set()
+        for one in self.comparison.differences:
+            if one.step == self.step and one.quantity.startswith(("gradient,", "copies of gradient,")):
+                found.add(one.name)
+        return found
+
+    @cached_property
+    def weights(self) -> str:
+        """Which weights' gradients differ."""
+        names = set(self.gradients[1])
+        experts = set(filter(EXPERT.search, names))
+        for kind, members in (
+            (ALL, names),
+            (EXPERTS, experts),
+            (SHARED, set(filter(_SHARED.search, names))),
+            (ROUTERS, set(filter(ROUTER.search, names))),
+            (DENSE, names - experts),
+        ):
+            if members and self.off == members:
+                return kind
+        return SOME
+
+    @cached_property
+    def scale(self) -> float | None:
+        """The factor of all gradients that are off, if there is one."""
+        mine, theirs = self.gradients
+        scales = []
+        for name in self.off:
+            one = None
+            if name in mine and name in theirs and mine[name].shape == theirs[name].shape:
+                one = factor(mine[name].double(), theirs[name].double())
+            if one is None:
+                return None
+            scales.append(one)
+        middle = sorted(scales)[len(scales) // 2] if scales else 1.0
+        if any(not math.isclose(one, middle, rel_tol=0.01) for one in scales) or math.isclose(
+            middle, 1.0, rel_tol=0.01
+        ):
+            return None
+        return middle
+
+    @cached_property
+    def symbols(self) -> list[str]:
+        """What the factor may be, of the layout's sizes."""
+        found = []
+        for axis, number in (*self.records[0]["sizes"].items(), ("all ranks", len(self.records))):
+            if number == 1 or self.scale is None:
+                continue
+            name = axis if axis == "all ranks" else axis.upper()
+            for text, value in ((name, float(number)), (f"1 / {name}", 1 / number)):
+                if math.isclose(self.scale, value, rel_tol=0.01):
+                    found.append(text)
+        return found
+
+    @cached_property
+    def starts_at_a_router(self) -> bool:
+        """Whether the backward pass, with the same loss, meets the first wrong gradient at a router."""
+        wrong = list(filter(self.off.__contains__, self.gradients[1]))
+        return bool(wrong) and ROUTER.search(wrong[-1]) is not None and "loss" not in self.kinds
+
+    @cached_property
+    def first_load_differs(self) -> bool:
+        """Whether counts differ at the first router already: no other layer's output has led to other choices."""
+        first = next(iter(self.wanted.steps[self.step - 1]["layers"]), "")
+        for one in self.comparison.differences:
+            if (one.step, one.name) == (self.step, first) and "counts" in one.quantity:
+                return True
+        return False
+
+    @cached_property
+    def copies_differ(self) -> bool:
+        """Whether ranks' copies of a gradient differ in that step."""
+        return "copies of gradient" in self.kinds
+
+    @cached_property
+    def copies(self) -> str:
+        """What ranks' copies of a gradient, which differ, add up to: one process's ("sum"), or a "multiple" of it.
+
+        The ranks that have a copy are compared, all of them. Empty: neither.
+        """
+        quantity = f"gradient, step {self.step}"
+        for one in self.comparison.differences:
+            if not one.quantity.startswith("copies of gradient,") or one.step != self.step:
+                continue
+            exact = self.gradients[1][one.name].double()
+            total = torch.zeros_like(exact)
+            for record in self.records:
+                if one.name in record["tensors"][quantity]:
+                    cuts, shard, part = record["tensors"][quantity][one.name]
+                    if tuple(part[1:]) != (0, shard.numel()):
+                        return ""
+                    for sum_there, own in matching_views(total, shard.double(), cuts):
+                        sum_there += own
+            scale = factor(total, exact)
+            if scale is None:
+                return ""
+            return "sum" if math.isclose(scale, 1.0, rel_tol=0.01) else "multiple"
+        return ""
 
 
-def _lines(about: dict[str, Any], findings: Sequence[TrainerFinding], skipped: Sequence[str]) -> Iterator[str]:
-    yield f"# {verdict(findings).capitalize()}"
-    yield ""
-    for name, value in about.items():
-        yield f"- {name}: {value}"
-    for one in findings:
-        if one.good:
-            continue
-        yield f"\n## {one.check}: {one.question}"
-        yield ""
-        for line in shown_lines(one):
-            yield f"- {line}"
-        yield f"\n```bash\n{one.command}\n```"
-    good = [one for one in findings if one.good]
-    if good:
-        yield "\n## What agrees"
-        yield "\n| check | question | largest relative errors |\n|---|---|---|"
-        for one in good:
-            assert one.comparison is not None
-            errors = [f"{kind} {error:.1e}" for kind, error in one.comparison.largest.items() if error]
-            yield f"| {one.check} | {one.question} | {', '.join(errors) or 'none'} |"
-    if skipped:
-        yield "\n## What was not checked\n"
-        for text in skipped:
-            yield f"- {text}"
+class Mistake(NamedTuple):
+    """A known mistake: when the evidence fits it, what it is, and where it was seen."""
+
+    fits: Callable[[Evidence], bool]
+    text: str
+    seen: str = ""
+
+
+def _scaled(weights: str, up: bool | None = None) -> Callable[[Evidence], bool]:
+    def fits(evidence: Evidence) -> bool:
+        scale = evidence.scale
+        return evidence.weights == weights and scale is not None and scale != 0 and (up is None or up == (scale > 1))
+
+    return fits
+
+
+CAUSES = (
+    Mistake(
+        lambda seen: seen.agrees_where_even and seen.scale is None,
+        "means of ranks or micro-batches are averaged, though they are over different numbers of tokens; with as many "
+        "trained tokens in each sequence the layout agrees",
+        "verl #5867, Megatron-LM #5798",
+    ),
+    Mistake(
+        lambda seen: seen.copies == "sum",
+        "each rank keeps its own part of the gradient: it is not summed over the ranks that hold the weight",
+        "Megatron-LM #5916",
+    ),
+    Mistake(
+        lambda seen: seen.copies == "multiple",
+        "each rank keeps its own gradient: it is not averaged over the ranks that hold the weight",
+    ),
+    Mistake(_scaled(EXPERTS, up=False), "experts' gradients are averaged over ranks that hold other experts as well"),
+    Mistake(
+        _scaled(EXPERTS, up=True), "experts' gradients are summed, not averaged", "pytorch #160285, DeepSpeed #6545"
+    ),
+    Mistake(_scaled(SHARED, up=True), "the shared expert's output is added by each rank, or its gradient summed twice"),
+    Mistake(_scaled(SHARED, up=False), "the shared expert's gradient is divided once too often"),
+    Mistake(_scaled(ROUTERS), "the router's gradient is summed or averaged over the wrong group"),
+    Mistake(
+        _scaled(DENSE), "weights that every rank holds are summed or averaged over the wrong group, experts are not"
+    ),
+    Mistake(
+        _scaled(ALL), "the loss's scale: gradients are divided by a wrong number of ranks, micro-batches or tokens"
+    ),
+    Mistake(
+        lambda seen: bool(seen.before_update) and seen.before_update <= {"gradient norm", "copies of gradient norm"},
+        "gradients are right, their norm is not: some are counted once per rank, or not at all, and clipping is wrong",
+        "Megatron-LM #5916",
+    ),
+    Mistake(
+        lambda seen: seen.starts_at_a_router and seen.scale is None and not seen.copies_differ,
+        "an auxiliary loss: its scale, the tokens that it balances, or the group over which load is summed; or a "
+        "router does not get the gradient of its experts' weights",
+        "Megatron-LM #5047, #2767, transformers #48690",
+    ),
+    Mistake(
+        lambda seen: bool(seen.kinds) and not seen.before_update,
+        "gradients and their norm are right, the update is not: clipping, learning rates, weight decay or state",
+    ),
+    Mistake(
+        lambda seen: bool(seen.before_update) and all(kind.endswith(" loss") for kind in seen.before_update),
+        "an auxiliary loss is logged otherwise than it is used: one rank's in place of the mean, or another scale",
+        "Megatron-LM #3199",
+    ),
+    Mistake(
+        lambda seen: any("copies of weight" in kind for kind in seen.kinds) and not seen.before_update,
+        "ranks hold different weights after the update: shards are not gathered, or each rank makes its own update",
+    ),
+    Mistake(
+        lambda seen: seen.first_load_differs,
+        "experts' load is counted over the wrong ranks, or tokens go to other experts: another choice, or a capacity "
+        "that is one of each rank",
+        "Megatron-LM #7452",
+    ),
+    Mistake(
+        lambda seen: {"token counts", "gradient"} <= seen.kinds and "loss" not in seen.kinds,
+        "layers that are recomputed from other inputs make other choices than in the forward pass",
+    ),
+    Mistake(
+        lambda seen: bool({"expert_bias", "copies of expert_bias"} & seen.kinds) and "token counts" not in seen.kinds,
+        "the load is right, expert_bias is not: ranks update it by their own load, or it is rounded",
+        "Megatron-LM #7081",
+    ),
+)
+WHERE = (
+    Mistake(
+        lambda seen: "loss" in seen.kinds or ("token counts" in seen.kinds and "gradient" not in seen.kinds),
+        "the forward pass differs: what ranks add up or exchange in a layer, or which tokens they have",
+    ),
+    Mistake(
+        lambda seen: "gradient" in seen.kinds,
+        "the forward pass is right, the backward pass is not: a gradient that ranks exchange, or a layer that is "
+        "recomputed from other inputs",
+    ),
+)
+"""Where to look if no known mistake fits."""
+
+
+_NOT_RESTORED = 0.25
+"""Relative error of an update, from which on the weight has lost a step and not only followed from others."""
+
+
+def not_restored(comparison: Comparison) -> str | None:
+    """Return which weights a resumed trainer seems to have from elsewhere; None where none stands out."""
+    lost = set()
+    for one in comparison.differences:
+        if "weight after" in one.quantity and one.error > _NOT_RESTORED:
+            lost.add(one.name)
+    if not lost:
+        return None
+    names = sorted(lost)
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"not restored, or not by its step: {', '.join(names[:3])}{rest}"
+
+
+def causes_of(evidence: Evidence) -> Iterator[str]:
+    """Yield the known mistakes that the evidence fits; none if the initial weights differ already."""
+    if 0 in map(attrgetter("step"), evidence.comparison.differences):
+        return
+    fitting = list(filter(lambda cause: cause.fits(evidence), CAUSES))
+    elsewhere = filter(lambda cause: cause.fits(evidence), WHERE)
+    for cause in fitting or islice(elsewhere, 1):
+        text = cause.text
+        if evidence.symbols and evidence.weights != SOME:
+            text += f" (of {evidence.weights}, {evidence.scale:.3g} times as large: {' or '.join(evidence.symbols)})"
+        if cause.seen:
+            text += f"; seen in {cause.seen}"
+        yield text

@@ -76,18 +76,19 @@ def run(request: TrainerRequest, trainer: TestedTrainer) -> dict[str, Any]:
     case, steps = request.case, []
     _build(trainer, rank, world)
     tensors = {"initial weight": _weights(trainer)}
-    place = dict.fromkeys(AXES, (0, 1)) | ({"dp": (rank, world)} if world > 1 else {})
-    if hasattr(trainer, "place"):
-        place = dict.fromkeys(AXES, (0, 1)) | dict(trainer.place())
-    batches = {step: micro_batches(case, request.sizes, step, *place["dp"]) for step in range(1, case.steps + 1)}
-    for step, batch in batches.items():
+    place = dict.fromkeys(AXES, (0, 1))
+    place |= trainer.place() if hasattr(trainer, "place") else {"dp": (rank, world)}
+    batches = []
+    for step in range(1, case.steps + 1):
+        batches.append(micro_batches(case, request.sizes, step, *place["dp"]))
+    for step, batch in enumerate(batches, start=1):
         if case.saved and step > 1:
             trainer.save(request.folder)
             dist.barrier()
             _build(trainer, rank, world)
             trainer.load(request.folder)
         if hasattr(trainer, "prepare") and (step == 1 or case.saved):
-            trainer.prepare([batch] if case.saved else list(batches.values()))
+            trainer.prepare([batch] if case.saved else batches)
         said = trainer.step(batch)
         if not isinstance(said, Mapping):
             said = {"loss": said}
@@ -115,9 +116,12 @@ def run(request: TrainerRequest, trainer: TestedTrainer) -> dict[str, Any]:
                 "layers": layers,
             }
         )
+    ranks, sizes = dict[str, int](), dict[str, int]()
+    for axis in AXES:
+        ranks[f"{axis}_rank"], sizes[axis] = place[axis]
     return {
-        "place": {f"{axis}_rank": place[axis][0] for axis in AXES},
-        "sizes": {axis: place[axis][1] for axis in AXES},
+        "place": ranks,
+        "sizes": sizes,
         "steps": steps,
         "tensors": tensors,
     }

@@ -66,6 +66,8 @@ SMALL: dict[str, Any] = {
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _DRAWN = {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SIZES = ("tp_size", "ep_size", "fsdp_size")
+_COLLATED = ("input_ids", "labels", "attention_mask")
 LARGEST_AS_IT_IS = 2_000_000
 
 
@@ -81,9 +83,8 @@ def load(path: Path) -> TransformersTrainer:
     folder = settings.get("model_name_or_path")
     if folder is None or not (path.parent / str(folder) / "config.json").is_file():
         raise ConfigError(f"{path}: model_name_or_path {folder!r} is no folder with a config.json")
-    parallel = [name for name in ("tp_size", "ep_size", "fsdp_size") if int(settings.get(name, 1)) > 1]
-    if not parallel and importlib.util.find_spec("accelerate") is None:
-        raise ConfigError("--target transformers: Trainer needs accelerate; pip install accelerate")
+    if importlib.util.find_spec("accelerate") is None:
+        raise ConfigError("--target transformers: needs accelerate; pip install accelerate")
     return TransformersTrainer(path.parent / str(folder), settings)
 
 
@@ -166,7 +167,8 @@ class TransformersTrainer:
         self.vocabulary = int(self.config.vocab_size)
         self._load_from: str | None = None
         self._steps: list[dict[str, Any]] = []
-        self._plain_loop = max(int(self._settings[name]) for name in ("tp_size", "ep_size", "fsdp_size")) > 1
+        sizes = map(self._settings.__getitem__, _SIZES)
+        self._plain_loop = max(map(int, sizes)) > 1
         if self._plain_loop:
             self.save = self.load = None  # type: ignore[assignment]  # a plain loop saves nothing
 
@@ -194,9 +196,8 @@ class TransformersTrainer:
             options["experts_implementation"] = self._settings["experts_implementation"]
         torch.manual_seed(0)
         self._model = AutoModelForCausalLM.from_config(self.config, **options)
-        sizes = {name: int(self._settings[name]) for name in ("tp_size", "ep_size", "fsdp_size")}
         if world > 1 and self._plain_loop:
-            self._model = self._distributed_copy(self._model, options, sizes)
+            self._model = self._distributed_copy(self._model, options)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)  # of the plain loop
         self._model.train()
         self._counts: dict[str, Tensor] = {}
@@ -207,7 +208,7 @@ class TransformersTrainer:
         self._model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._model.register_forward_hook(self._see, with_kwargs=True)
 
-    def _distributed_copy(self, model: nn.Module, options: dict[str, Any], sizes: dict[str, int]) -> Any:
+    def _distributed_copy(self, model: nn.Module, options: dict[str, Any]) -> Any:
         """Return the model as `from_pretrained` cuts it."""
         from transformers import AutoModelForCausalLM
         from transformers.distributed import DistributedConfig
@@ -216,7 +217,10 @@ class TransformersTrainer:
         if dist.get_rank() == 0:
             model.save_pretrained(folder)
         dist.barrier()
-        plan = {name: size for name, size in sizes.items() if size > 1}
+        plan: dict[str, Any] = {}
+        for name in _SIZES:
+            if int(self._settings[name]) > 1:
+                plan[name] = int(self._settings[name])
         if self._settings["tp_plan"] is not None or "tp_size" in plan:
             plan["tp_plan"] = self._settings["tp_plan"] or "auto"
         return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**plan), **options)
@@ -298,7 +302,9 @@ class TransformersTrainer:
                     if gradient is not None:
                         gradient *= norm / clip
             return self._step
-        tokens = torch.tensor(sum(int((micro["labels"][:, 1:] != IGNORED).sum()) for micro in batch))
+        tokens = torch.tensor(0)
+        for micro in batch:
+            tokens += (micro["labels"][:, 1:] != IGNORED).sum()
         data_ranks = self.place().get("dp", (0, 1))[1]
         dist.all_reduce(tokens)
         tokens = tokens // (dist.get_world_size() // data_ranks)
@@ -315,7 +321,7 @@ class TransformersTrainer:
     def _inputs(self, micro: MicroBatch) -> dict[str, Tensor]:
         """Return what the collator would give: an attention mask, or rows flattened into one with position_ids."""
         if not self.packed:
-            return {name: micro[name] for name in ("input_ids", "labels", "attention_mask")}
+            return dict(zip(_COLLATED, map(micro.__getitem__, _COLLATED)))
         kept = micro["attention_mask"].bool().flatten()
         found = {name: micro[name].flatten()[kept].unsqueeze(0) for name in ("input_ids", "labels", "position_ids")}
         found["labels"] = found["labels"].masked_fill(found["position_ids"] == 0, IGNORED)
@@ -348,7 +354,10 @@ class TransformersTrainer:
 
     def routers(self) -> dict[str, dict[str, Any]]:
         """Return each router's counts of the step."""
-        return {name: {"counts": counts} for name, counts in self._step["counts"].items()}
+        found = {}
+        for name, counts in self._step["counts"].items():
+            found[name] = {"counts": counts}
+        return found
 
     def _counter(self, name: str) -> Callable[..., None]:
         """Return a hook on a router that counts the choices of tokens that are no padding."""
