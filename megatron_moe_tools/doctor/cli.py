@@ -384,8 +384,8 @@ def check_trainer(argv: list[str]) -> int:
                 else:
                     findings.append(found)
                     _say_finding(found)
-    for one in findings:
-        one.command = checks.command(NAME, flags.target, str(flags.config), flags.ranks, one)
+    for finding in findings:
+        finding.command = checks.command(NAME, flags.target, str(flags.config), flags.ranks, finding)
     about = {
         "target": flags.target,
         "config": str(flags.config),

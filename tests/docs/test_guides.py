@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,24 @@ def with_template(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(CHATML)
 
 
+def launch_script(path: Path) -> None:
+    """A launch script of Megatron-LM."""
+    model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8 --moe-router-topk 2 --swiglu"
+    path.write_text(
+        f"torchrun --nproc-per-node 8 pretrain_gpt.py {model} --seq-length 64 --max-position-embeddings 64 "
+        "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 10 "
+        "--expert-model-parallel-size 2 --tokenizer-type NullTokenizer --vocab-size 128 --mock-data\n"
+    )
+
+
+def trainer_to_check(path: Path) -> None:
+    """The example of a trainer."""
+    shutil.copy(guides.ROOT / "examples" / path.name, path)
+
+
 INPUTS = {
+    "examples/trainer_to_check.py": trainer_to_check,
+    "train.sh": launch_script,
     "chats.jsonl": chats,
     "models/Qwen3-30B-A3B": with_template,
     "corpus.jsonl": corpus,

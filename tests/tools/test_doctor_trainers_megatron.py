@@ -56,6 +56,18 @@ def record(flags: str, case: Case, plant: str, folder: str) -> dict[str, Any]:
         return rank.run(request, trainer_of(flags))
 
 
+class ForkedRuns(checks.Runs):
+    """Cases that a function runs on forked ranks."""
+
+    def __init__(self, run: Callable[[Case], list[dict[str, Any]]]) -> None:
+        self._run, self._records = run, {}
+
+    def records(self, case: Case) -> list[dict[str, Any]]:
+        if case not in self._records:
+            self._records[case] = self._run(case)
+        return self._records[case]
+
+
 def findings(
     gloo: GlooPool, flags: str, ranks: int, plant: str = "", only: str = "", folder: str = ""
 ) -> list[checks.TrainerFinding]:
@@ -70,7 +82,7 @@ def findings(
         finally:
             print(f"{case}: {time.monotonic() - began:.1f} s")
 
-    trainer, runs = trainer_of(flags), checks.Runs(run)
+    trainer, runs = trainer_of(flags), ForkedRuns(run)
     found = []
     for check in checks.checks_for(ranks, trainer.loss):
         missing = [name for name in check.needs if not getattr(trainer, name, None)]

@@ -272,8 +272,19 @@ def _related(check: TrainerCheck, wanted: AssembledModel, got: AssembledModel) -
 
 _KEPT = 200
 """Differences of a finding that are written as JSON."""
-_ORDER = ("initial weight", "token counts", "dropped", "copies", "loss", "others", "gradient")
-_ORDER += ("gradient norm", "expert_bias", "weight after", "copies of weight after")
+_ORDER = (
+    "initial weight",
+    "token counts",
+    "dropped",
+    "copies",
+    "loss",
+    "others",
+    "gradient",
+    "gradient norm",
+    "expert_bias",
+    "weight after",
+    "copies of weight after",
+)
 
 
 def in_order(differences: list[LayoutDifference], forward: list[str]) -> list[LayoutDifference]:

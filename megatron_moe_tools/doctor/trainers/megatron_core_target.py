@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from operator import attrgetter
@@ -44,9 +43,10 @@ from megatron_moe_tools.doctor.small_copy import AUX_LOSS_COEFF, Z_LOSS_COEFF, s
 from megatron_moe_tools.doctor.trainers.protocol import Held
 from megatron_moe_tools.doctor.trainers.samples import IGNORED, MicroBatch, Sizes
 
-moe_logging: Any = None
-with suppress(ImportError):  # since 0.19
+try:  # since 0.19
     from megatron.core.transformer.moe import moe_logging
+except ImportError:
+    moe_logging = None
 
 _ADAM = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 _LOGGED = {
@@ -358,7 +358,8 @@ class MegatronTrainer:
     def named_gradients(self) -> Iterator[tuple[str, Held]]:
         """Yield gradients as they are in the engine's buffers, reduced."""
         for name, weight, cuts in self._weights_of(self._chunk.module):
-            yield name, (cuts, weight.main_grad, tuple(owned_part(self._optimizer, weight)))
+            part = owned_part(self._optimizer, weight)
+            yield name, (cuts, getattr(weight, "main_grad"), (part.axis, part.begin, part.end))  # noqa: B009
 
     def named_weights(self) -> Iterator[tuple[str, Held]]:
         """Yield the model's weights."""

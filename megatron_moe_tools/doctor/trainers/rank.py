@@ -24,7 +24,7 @@ from megatron_moe_tools.doctor.trainers.protocol import AXES, Held, TestedTraine
 from megatron_moe_tools.doctor.trainers.samples import Case, Sizes, micro_batches
 from megatron_moe_tools.doctor.trainers.targets import load_trainer
 
-_UNKNOWN_ROUTER = {
+_UNKNOWN_ROUTER: dict[str, Any] = {
     **dict.fromkeys(("counts", "dropped", "expert_bias", "bias_rate")),
     "aux_losses": {},
     "margin": math.inf,
@@ -73,7 +73,7 @@ def run(request: TrainerRequest, trainer: TestedTrainer) -> dict[str, Any]:
     # What torchrun gives: trainers read it themselves.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.update(LOCAL_WORLD_SIZE=str(world), ACCELERATE_USE_CPU="true", TRAINER_FOLDER=request.folder)
-    case, steps = request.case, []
+    case, steps = request.case, list[dict[str, Any]]()
     _build(trainer, rank, world)
     tensors = {"initial weight": _weights(trainer)}
     place = dict.fromkeys(AXES, (0, 1))

@@ -99,7 +99,7 @@ def global_batch(case: Case, sizes: Sizes, step: int, seed: int = 0) -> dict[str
 
 def micro_batches(case: Case, sizes: Sizes, step: int, rank: int, ranks: int) -> list[MicroBatch]:
     """Return the micro-batches of one data-parallel rank: number m of rank r is the (m x ranks + r)-th of the batch."""
-    batch, found = global_batch(case, sizes, step), []
+    batch, found = global_batch(case, sizes, step), list[MicroBatch]()
     for first in range(rank * case.micro_batch_size, sizes.sequences, ranks * case.micro_batch_size):
         rows = slice(first, first + case.micro_batch_size)
         found.append({name: tensor[rows].contiguous() for name, tensor in batch.items()})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
@@ -36,9 +37,11 @@ OWN = {
     "tp_plan": None,
 }
 """Keys that are not TrainingArguments', and what they are if they are left out."""
-_NOT_KEPT = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "report_to")
-_NOT_KEPT += ("num_train_epochs", "save_steps", "save_strategy", "eval_strategy", "bf16", "fp16", "tf32", "do_train")
-_NOT_KEPT += ("warmup_ratio", "warmup_steps", "lr_scheduler_type", "logging_steps", "dataloader_num_workers", "do_eval")
+_NOT_KEPT = frozenset(
+    "output_dir per_device_train_batch_size gradient_accumulation_steps max_steps num_train_epochs report_to save_steps"
+    " save_strategy eval_strategy logging_steps bf16 fp16 tf32 do_train do_eval warmup_ratio warmup_steps"
+    " lr_scheduler_type dataloader_num_workers".split()
+)
 """TrainingArguments that say nothing about what a step computes in fp32, or that the doctor sets."""
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -191,11 +194,12 @@ class TransformersTrainer:
         from transformers import AutoModelForCausalLM
 
         self._steps, self._load_from = [], None
+        self._step: dict[str, Any] = {}
         options: dict[str, Any] = {"attn_implementation": self._settings["attn_implementation"], "dtype": torch.float32}
         if self._settings["experts_implementation"] is not None:
             options["experts_implementation"] = self._settings["experts_implementation"]
         torch.manual_seed(0)
-        self._model = AutoModelForCausalLM.from_config(self.config, **options)
+        self._model: Any = AutoModelForCausalLM.from_config(self.config, **options)
         if world > 1 and self._plain_loop:
             self._model = self._distributed_copy(self._model, options)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)  # of the plain loop
@@ -208,7 +212,7 @@ class TransformersTrainer:
         self._model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._model.register_forward_hook(self._see, with_kwargs=True)
 
-    def _distributed_copy(self, model: nn.Module, options: dict[str, Any]) -> Any:
+    def _distributed_copy(self, model: Any, options: dict[str, Any]) -> Any:
         """Return the model as `from_pretrained` cuts it."""
         from transformers import AutoModelForCausalLM
         from transformers.distributed import DistributedConfig
@@ -241,7 +245,10 @@ class TransformersTrainer:
             def on_pre_optimizer_step(self, *_: object, model: Any = None, **__: object) -> None:
                 outer._steps.append(outer._end_of_pass(_gradients(model)))
 
-            def on_log(self, _: object, __: object, ___: object, logs: Any = None, **____: object) -> None:
+            def on_step_end(self, *_: object, **__: object) -> None:
+                outer._steps[-1]["weights"] = _whole(outer._model.named_parameters())
+
+            def on_log(self, *_: object, logs: Any = None, **__: object) -> None:
                 if logs is not None and "loss" in logs:
                     outer._steps[-1] |= {"loss": logs["loss"], "grad_norm": logs.get("grad_norm")}
 
@@ -270,7 +277,7 @@ class TransformersTrainer:
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        given = {name: value for name, value in self._settings.items() if name not in (*OWN, *_NOT_KEPT)}
+        given = {name: value for name, value in self._settings.items() if name not in OWN and name not in _NOT_KEPT}
         return TrainingArguments(
             output_dir=os.path.join(os.environ["TRAINER_FOLDER"], "trainer"),
             per_device_train_batch_size=1,
@@ -348,9 +355,9 @@ class TransformersTrainer:
         """Yield the gradients of the step."""
         return self._step["gradients"]
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights; after training with accelerate's FSDP they are DTensors."""
-        return self._model.named_parameters()
+    def named_weights(self) -> Iterable[tuple[str, Tensor | None]]:
+        """Yield the weights: after the step that was asked for last, which Trainer may have left behind."""
+        return self._step.get("weights") or _whole(self._model.named_parameters())
 
     def routers(self) -> dict[str, dict[str, Any]]:
         """Return each router's counts of the step."""
@@ -382,7 +389,7 @@ class TransformersTrainer:
             return
         with torch.no_grad():
             logits = output.logits[:, :-1].float().flatten(0, 1)
-            logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+            logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
             wanted = labels[:, 1:].flatten()
             self._token_loss += float(cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum"))
 
@@ -399,12 +406,20 @@ class TransformersTrainer:
         return found
 
 
-def _gradients(model: Any) -> list[tuple[str, Tensor | None]]:
+def _gradients(model: nn.Module) -> list[tuple[str, Tensor | None]]:
     """Return copies of a model's gradients, whole, by the names of the model without its wrappers."""
     found: list[tuple[str, Tensor | None]] = []
     for name, weight in model.named_parameters():
-        gradient = weight.grad
-        if gradient is not None:
-            gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.detach().clone()
-        found.append((name.removeprefix("module."), gradient))
+        found.append((name.removeprefix("module."), weight.grad))
+    return _whole(found)
+
+
+@torch.no_grad()
+def _whole(named: Iterable[tuple[str, Tensor | None]]) -> list[tuple[str, Tensor | None]]:
+    """Return copies of tensors, each whole on every rank."""
+    found: list[tuple[str, Tensor | None]] = []
+    for name, tensor in named:
+        if tensor is not None:
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+        found.append((name, tensor))
     return found
