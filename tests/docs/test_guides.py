@@ -53,7 +53,8 @@ def with_template(folder: Path) -> None:
 
 def launch_script(path: Path) -> None:
     """A launch script of Megatron-LM."""
-    model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8 --moe-router-topk 2 --swiglu"
+    model = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8 --moe-router-topk 2 --swiglu "
+    model += "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
     path.write_text(
         f"torchrun --nproc-per-node 8 pretrain_gpt.py {model} --seq-length 64 --max-position-embeddings 64 "
         "--position-embedding-type rope --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 10 "

@@ -41,6 +41,8 @@ MODEL = (
 
 finalize = sys.modules["megatron.core.distributed.finalize_model_grads"]  # the package's name for it is the function
 
+pytestmark = pytest.mark.engine
+
 
 def trainer_of(flags: str) -> MegatronTrainer:
     words = f"{MODEL} {flags}".split()

@@ -82,8 +82,8 @@ def load(path: Path) -> TransformersTrainer:
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("--target transformers: transformers is not installed; pip install transformers")
-    settings = {"model_name_or_path": str(path)} if path.is_dir() else _read(path)
-    folder = settings.get("model_name_or_path")
+    settings = {"model_name_or_path": str(path.resolve())} if path.is_dir() else _read(path)
+    folder = settings.get("model_name_or_path")  # of a file: relative to it
     if folder is None or not (path.parent / str(folder) / "config.json").is_file():
         raise ConfigError(f"{path}: model_name_or_path {folder!r} is no folder with a config.json")
     if importlib.util.find_spec("accelerate") is None:
