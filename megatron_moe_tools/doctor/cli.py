@@ -35,7 +35,6 @@ from megatron_moe_tools.doctor.layouts import (
     oracle_run,
 )
 from megatron_moe_tools.doctor.small_copy import PADDED_VOCABULARY, changed_fields, small_copy
-from megatron_moe_tools.doctor.trainers.samples import Case, Sizes
 from megatron_moe_tools.doctor.trainers.targets import TARGETS, load_trainer
 from megatron_moe_tools.launch.local_ranks import LocalRanks, RankFailure
 
@@ -344,6 +343,7 @@ def check_trainer(argv: list[str]) -> int:
         raise ConfigError(f"--ranks {flags.ranks}: the layout of {flags.config} needs a multiple of {needed} ranks")
     # Not before the flags are right: loading the engine takes seconds.
     from megatron_moe_tools.doctor.trainers import checks, rank
+    from megatron_moe_tools.doctor.trainers.samples import Case, Sizes
 
     planned = checks.checks_for(flags.ranks, getattr(trainer, "loss", "tokens"))
     named = ["gradients", "expert-bias", *(one.name for one in planned)]

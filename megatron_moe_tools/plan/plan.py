@@ -655,8 +655,7 @@ def recommended_stage(run: Run, world_size: int, machine: Machine, known: dict[H
     shared = run.derived.data_parallel_size(world_size) * run.parallel.context_parallel_size
     limit, least = FILLED * machine.memory_gib, float("inf")
     for strategy in SHARDING_STRATEGIES[min(shared - 1, 1) :]:
-        is_own = strategy == SHARDING_STRATEGIES[run.derived.zero_stage]
-        other = run if is_own else with_stage(run, strategy)
+        other = with_stage(run, strategy)
         if least <= limit or not legal(other, world_size):
             continue
         gib = peak_gib(other, world_size, machine, known)

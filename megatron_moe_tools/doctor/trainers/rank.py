@@ -69,10 +69,20 @@ def run(request: TrainerRequest, trainer: TestedTrainer) -> dict[str, Any]:
     Returns:
         A record as `measure.measure` returns it, with `sizes`: axis -> ranks.
     """
+    before = dict(os.environ)
+    try:
+        # What torchrun gives: trainers read it themselves.
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.update(LOCAL_WORLD_SIZE=str(dist.get_world_size()), ACCELERATE_USE_CPU="true")
+        os.environ["TRAINER_FOLDER"] = request.folder
+        return _run(request, trainer)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _run(request: TrainerRequest, trainer: TestedTrainer) -> dict[str, Any]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    # What torchrun gives: trainers read it themselves.
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.update(LOCAL_WORLD_SIZE=str(world), ACCELERATE_USE_CPU="true", TRAINER_FOLDER=request.folder)
     case, steps = request.case, list[dict[str, Any]]()
     _build(trainer, rank, world)
     tensors = {"initial weight": _weights(trainer)}

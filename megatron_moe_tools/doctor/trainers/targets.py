@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_moe.config.errors import ConfigError
-from megatron_moe_tools.doctor.trainers.protocol import TestedTrainer, load_script
+
+if TYPE_CHECKING:  # the table is read before torch is loaded
+    from megatron_moe_tools.doctor.trainers.protocol import TestedTrainer
 
 TARGETS = {
     "script": "a Python file with build, step and named_gradients",
@@ -27,6 +30,8 @@ def load_trainer(target: str, config: Path) -> TestedTrainer:
         ConfigError: the file is not what the target reads, or a package that it needs is missing.
     """
     if target == "script":
+        from megatron_moe_tools.doctor.trainers.protocol import load_script
+
         return load_script(config)  # type: ignore[return-value]  # a module with the functions of a Trainer
     module = import_module(f"megatron_moe_tools.doctor.trainers.{target.replace('-', '_')}_target")
     if not config.exists():
