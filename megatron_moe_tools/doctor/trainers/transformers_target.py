@@ -205,7 +205,7 @@ class TransformersTrainer:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)  # of the plain loop
         self._model.train()
         self._counts: dict[str, Tensor] = {}
-        self._token_loss, self._aux_loss = 0.0, 0.0
+        self._token_loss = 0.0
         for name, module in self._model.named_modules():
             if name.rpartition(".")[2] in ("gate", "router") and name.count("."):
                 module.register_forward_hook(self._counter(name))
