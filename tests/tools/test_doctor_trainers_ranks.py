@@ -97,11 +97,10 @@ MISTAKES = {
     ),
     "a norm's output is detached": Mistake("self.norm2(x))", "self.norm2(x).detach())", ("gradients",), "detached"),
     "gradients are not zeroed": Mistake("    optimizer.zero_grad()\n", "", ("resume",), "not restored"),
-    "one layer is not reduced": Mistake(
+    "the root is not sharded, which torch refuses": Mistake(
         "        for block in model[1:3]:\n            fully_shard(block)\n        fully_shard(model)\n",
         "        for block in model[1:3]:\n            fully_shard(block)\n",
         ("layout",),
-        "not averaged over the ranks",
     ),
     "the norm is each rank's": Mistake(
         'norm.full_tensor() if hasattr(norm, "full_tensor") else norm',

@@ -32,7 +32,7 @@ from megatron_moe_tools.doctor.compare import (
 )
 from megatron_moe_tools.doctor.measure import AssembledModel, LayoutDifference, assemble, matching_views
 from megatron_moe_tools.doctor.trainers.rank import TrainerRequest
-from megatron_moe_tools.doctor.trainers.samples import Case
+from megatron_moe_tools.doctor.trainers.samples import Case, Sizes
 from megatron_moe_tools.launch.local_ranks import LocalRanks, RankFailure
 
 Relation = Literal["all", "batch", "loss", "not the loss"]
@@ -235,23 +235,32 @@ def find(check: TrainerCheck, runs: Runs) -> TrainerFinding:
     ordered = in_order(comparison.differences, list(wanted.tensors["gradient, step 1"]))
     finding.comparison = replace(comparison, differences=ordered)
     finding.first = describe(ordered[0])
-    if check.name == "micro-batches" and Evidence(comparison, wanted, got, [], False).starts_at_a_router:
+    if check.name == "micro-batches" and Evidence(comparison, wanted, got, []).starts_at_a_router:
         finding.causes += matching_patterns(got, wanted, comparison, one_process=True)
     if check.cause and not finding.causes:
         finding.causes.append(check.cause)
     if check.got.saved and (lost := not_restored(comparison)) is not None:
         finding.causes.append(lost)
     if check.name == "layout":
-        evidence = Evidence(comparison, wanted, got, runs.records(check.got), _agrees_where_even(check, runs))
+        records = runs.records(check.got)
+        whole = Sizes.sequences // records[0]["sizes"]["dp"]
+        evidence = Evidence(
+            comparison,
+            wanted,
+            got,
+            records,
+            agrees_where_even=_agree(check, runs, masked=False),
+            agrees_undivided=_agree(check, runs, masked=False, micro_batch_size=whole),
+        )
         finding.causes += causes_of(evidence)
         finding.causes += matching_patterns(got, wanted, comparison)
     return finding
 
 
-def _agrees_where_even(check: TrainerCheck, runs: Runs) -> bool:
-    """Return whether both cases give the same if every sequence has as many trained tokens; no, if one does not run."""
+def _agree(check: TrainerCheck, runs: Runs, **changes: Any) -> bool:
+    """Return whether both cases give the same after a change to both; no, if one does not run."""
     try:
-        wanted, got = (runs.model(replace(case, masked=False)) for case in (check.wanted, check.got))
+        wanted, got = (runs.model(replace(case, **changes)) for case in (check.wanted, check.got))
     except RankFailure:
         return False
     return compare(got, wanted, TOLERANCES).agrees
@@ -407,13 +416,15 @@ class Evidence:
         got: the layout.
         records: every rank's record of the layout.
         agrees_where_even: whether there is no difference when every sequence has as many trained tokens as the others.
+        agrees_undivided: whether there is none, either, when each rank's share of the batch is one micro-batch.
     """
 
     comparison: Comparison
     wanted: AssembledModel
     got: AssembledModel
     records: list[dict[str, Any]]
-    agrees_where_even: bool
+    agrees_where_even: bool = False
+    agrees_undivided: bool = False
 
     @cached_property
     def step(self) -> int:
@@ -560,6 +571,12 @@ def _scaled(weights: str, up: bool | None = None) -> Callable[[Evidence], bool]:
 
 
 CAUSES = (
+    Mistake(
+        lambda seen: seen.agrees_undivided and not seen.agrees_where_even,
+        "a gradient is reduced after every micro-batch, together with what was reduced before; with one micro-batch a "
+        "step the layout agrees",
+        "transformers 5.23, q_norm and k_norm under tensor parallelism",
+    ),
     Mistake(
         lambda seen: seen.agrees_where_even and seen.scale is None,
         "means of ranks or micro-batches are averaged, though they are over different numbers of tokens; with as many "

@@ -93,8 +93,10 @@ def load(path: Path) -> TransformersTrainer:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        # YAML takes 1e-3 for a string; JSON does not.
+        settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{path}: is neither YAML nor JSON: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: has to be a mapping of TrainingArguments and model_name_or_path")
