@@ -572,7 +572,7 @@ def _scaled(weights: str, up: bool | None = None) -> Callable[[Evidence], bool]:
 
 CAUSES = (
     Mistake(
-        lambda seen: seen.agrees_undivided and not seen.agrees_where_even,
+        lambda seen: seen.agrees_undivided and not seen.agrees_where_even and "loss" not in seen.kinds,
         "a gradient is reduced after every micro-batch, together with what was reduced before; with one micro-batch a "
         "step the layout agrees",
         "transformers 5.23, q_norm and k_norm under tensor parallelism",
