@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the table is read before torch is loaded
 TARGETS = {
     "script": "a Python file with build, step and named_gradients",
     "transformers": "a folder with config.json, or a YAML or JSON file of TrainingArguments and model_name_or_path",
+    "deepspeed": "DeepSpeed's JSON file with model_name_or_path beside its keys, or TrainingArguments with deepspeed",
     "megatron-core": "a file with Megatron-LM's flags, or a launch script that has them",
 }
 """Name -> what CONFIG is."""

@@ -83,29 +83,51 @@ def load(path: Path) -> TransformersTrainer:
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("--target transformers: transformers is not installed; pip install transformers")
     settings = {"model_name_or_path": str(path.resolve())} if path.is_dir() else _read(path)
-    folder = settings.get("model_name_or_path")  # of a file: relative to it
-    if folder is None or not (path.parent / str(folder) / "config.json").is_file():
-        raise ConfigError(f"{path}: model_name_or_path {folder!r} is no folder with a config.json")
+    folder = model_folder(path, settings)
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError("--target transformers: needs accelerate; pip install accelerate")
-    return TransformersTrainer(path.parent / str(folder), settings)
+    return TransformersTrainer(folder, settings)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        # YAML takes 1e-3 for a string; JSON does not.
-        settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: is neither YAML nor JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: has to be a mapping of TrainingArguments and model_name_or_path")
+    settings = read_mapping(path, "TrainingArguments and model_name_or_path")
     from transformers import TrainingArguments
 
     unknown = set(settings) - set(OWN) - set(TrainingArguments.__dataclass_fields__)
     if unknown:
         raise ConfigError(f"{path}: {', '.join(sorted(unknown))}: not of TrainingArguments, nor {', '.join(OWN)}")
+    if settings.get("deepspeed") is not None:
+        raise ConfigError(f"{path}: deepspeed: DeepSpeed's engine is checked by --target deepspeed {path}")
     return settings
+
+
+def read_mapping(path: Path, of: str) -> dict[str, Any]:
+    """Return the settings of a YAML or JSON file; `of` says what they have to be.
+
+    Raises:
+        ConfigError: it is neither, or no mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        # YAML takes 1e-3 for a string; JSON does not.
+        settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError, json.JSONDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: is neither YAML nor JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: has to be a mapping of {of}")
+    return settings
+
+
+def model_folder(path: Path, settings: Mapping[str, Any]) -> Path:
+    """Return the folder of the model that a file of settings names, relative to the file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    named = settings.get("model_name_or_path")
+    if named is None or not (path.parent / str(named) / "config.json").is_file():
+        raise ConfigError(f"{path}: model_name_or_path {named!r} is no folder with a config.json")
+    return path.parent / str(named)
 
 
 def small_config(folder: Path, settings: Mapping[str, Any]) -> Any:
@@ -193,6 +215,10 @@ class TransformersTrainer:
 
     def build(self, rank: int, world: int) -> None:
         """Build the model with the same weights in every world, in fp32."""
+        self._build_model(world)
+        self._watch()
+
+    def _build_model(self, world: int) -> None:
         from transformers import AutoModelForCausalLM
 
         self._steps, self._load_from = [], None
@@ -208,6 +234,9 @@ class TransformersTrainer:
         self._model.train()
         self._counts: dict[str, Tensor] = {}
         self._token_loss = 0.0
+
+    def _watch(self) -> None:
+        """Let the model's hooks see the experts that its routers choose, and its loss."""
         for name, module in self._model.named_modules():
             if name.rpartition(".")[2] in ("gate", "router") and name.count("."):
                 module.register_forward_hook(self._counter(name))
