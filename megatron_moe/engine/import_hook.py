@@ -391,8 +391,12 @@ def its_own_layers_run() -> Iterator[None]:
 
     torch's norm refuses sequence parallelism (transformer/torch_norm.py), and does not mark its weight for the sum over
     TP ranks as Transformer Engine's does. gloo exchanges no parts of different sizes (tensor_parallel/mappings.py).
+    Latent attention tells its core the sizes of keys and values, which only Transformer Engine's takes; values have the
+    size that the core expects, `kv_channels`. Release 0.16.1 takes Transformer Engine for present there.
     """
     from megatron.core.tensor_parallel import mappings
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -400,7 +404,13 @@ def its_own_layers_run() -> Iterator[None]:
         "_gather_along_first_dim": functools.partial(_gathered_parts, gather),
         "_reduce_scatter_along_first_dim": functools.partial(_scattered_parts, scatter),
     }
-    with replaced([WrappedTorchNorm], __new__=_marked_norm), replaced([mappings], **parts):
+    core = functools.partialmethod(_core_of_latent_attention, DotProductAttention.__init__)
+    with (
+        replaced([WrappedTorchNorm], __new__=_marked_norm),
+        replaced([mappings], **parts),
+        replaced([DotProductAttention], __init__=core),
+        replaced([multi_latent_attention], HAVE_TE=False),
+    ):
         yield
 
 
@@ -414,6 +424,17 @@ def _marked_norm(
     for weight in norm.parameters():
         weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # a mark that the engine reads
     return norm
+
+
+def _core_of_latent_attention(
+    core: torch.nn.Module,
+    stock: Callable[..., None],
+    *given: object,
+    k_channels: int | None = None,
+    v_channels: int | None = None,
+    **named: object,
+) -> None:
+    stock(core, *given, **named)
 
 
 def _gathered_parts(stock: Gather, own: Tensor, group: ProcessGroup, sizes: Sizes = None, *rest: bool) -> Tensor:

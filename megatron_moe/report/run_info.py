@@ -35,10 +35,10 @@ FINISHED = "finished"
 """The ending of an attempt that has done its work; docs/reference/metrics.md has others."""
 
 
-def versions() -> dict[str, str]:
-    """Return name -> version of Python, this package and the others that a run's numbers depend on."""
+def versions(*more: str) -> dict[str, str]:
+    """Return name -> version of Python, this package and the others that a run's numbers depend on, and of `more`."""
     found = {"python": platform.python_version(), **source_version()}
-    for name in _PACKAGES:
+    for name in (*_PACKAGES, *more):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

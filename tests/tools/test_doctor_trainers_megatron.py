@@ -46,8 +46,9 @@ pytestmark = pytest.mark.engine
 
 def trainer_of(flags: str) -> MegatronTrainer:
     words = f"{MODEL} {flags}".split()
-    if "TIED" in words:
-        words = [word for word in words if word not in ("TIED", "--untie-embeddings-and-output-weights")]
+    for mark, flag in (("TIED", "--untie-embeddings-and-output-weights"), ("DENSE", "--num-experts 8")):
+        if mark in words:
+            words = " ".join(word for word in words if word != mark).replace(f" {flag}", "").split()
     return MegatronTrainer(compat.parse(words))
 
 
@@ -333,6 +334,11 @@ SHARED = "--moe-shared-expert-intermediate-size 64"
 SEQUENCE = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
 PER_TOKEN = "--calculate-per-token-loss"
 CAPACITY = "--moe-expert-capacity-factor 1.0"
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8"
+    " --v-head-dim 16 --qk-layernorm"
+)
+DEPTH = "--mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"
 PLANTED = {
     "experts x EP": Planted(
         scaled(r"\.experts\.", lambda: state.get_expert_model_parallel_world_size()),
@@ -412,9 +418,15 @@ SOUND = {
     "DP2, loss per token": (f"{PER_TOKEN}", 2),
     "EP2, groups": (f"{EP} --moe-router-num-groups 4 --moe-router-group-topk 2", 2),
     "EP2, capacity": (f"{EP} {CAPACITY}", 2),
+    "EP2, latent attention": (f"{EP} {BIAS} {LATENT} --moe-router-load-balancing-type none", 2),
+    "PP2, latent attention, a depth more": (f"--pipeline-model-parallel-size 2 {LATENT} {DEPTH}", 2),
+    "EP2, a depth more, aux loss": (f"{EP} {DEPTH} {SEQUENCE}", 2),
+    "DP2, windows left out": ("--window-size 8,0 --softmax-type learnable", 2),
     "DP2, recomputed": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2),
 }
 DEFECTS = {
+    "S2": (f"{SP} {LATENT}", "layout", "the backward pass is not"),
+    "N11": (f"--tensor-model-parallel-size 2 {LATENT} DENSE", "layout", "each have the whole of it"),
     "S5": (f"{SP} --expert-tensor-parallel-size 1", "layout", "each rank keeps its own"),
     "E7": (f"{SP} {SEQUENCE} {PER_TOKEN}", "layout", "an auxiliary loss"),
     "E8": (f"{SEQUENCE} {PER_TOKEN}", "micro-batches", "is not weighed per token"),
@@ -463,7 +475,7 @@ def test_a_launch_script_is_read_and_its_layout_cut_to_two(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ("--multi-latent-attention", "--multi-latent-attention: is not checked"),
+        ("--use-torch-fsdp2 --no-gradient-accumulation-fusion", "--use-torch-fsdp2: is not checked"),
         (f"{SP} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2", "takes 8 ranks"),
     ],
 )

@@ -476,43 +476,49 @@ class Evidence:
                 return kind
         return SOME
 
+    def _factor(self, name: str) -> float | None:
+        mine, theirs = self.gradients
+        if name in mine and name in theirs and mine[name].shape == theirs[name].shape:
+            return factor(mine[name].double(), theirs[name].double())
+        return None
+
     @cached_property
     def scale(self) -> float | None:
         """The factor of all gradients that are off, if there is one."""
-        mine, theirs = self.gradients
-        scales = []
-        for name in self.off:
-            one = None
-            if name in mine and name in theirs and mine[name].shape == theirs[name].shape:
-                one = factor(mine[name].double(), theirs[name].double())
-            if one is None:
-                return None
-            scales.append(one)
-        middle = sorted(scales)[len(scales) // 2] if scales else 1.0
-        if any(not math.isclose(one, middle, rel_tol=0.01) for one in scales) or math.isclose(
-            middle, 1.0, rel_tol=0.01
-        ):
+        scales = [one for one in map(self._factor, self.off) if one is not None]
+        if not scales or len(scales) < len(self.off):
             return None
-        return middle
+        middle = sorted(scales)[len(scales) // 2]
+        equal = all(math.isclose(one, middle, rel_tol=0.01) for one in scales)
+        return middle if equal and not math.isclose(middle, 1.0, rel_tol=0.01) else None
 
-    @cached_property
-    def symbols(self) -> list[str]:
-        """What the factor may be, of the layout's sizes."""
+    def symbols(self, scale: float | None) -> list[str]:
+        """Return what a factor may be, of the layout's sizes."""
         found = []
         for axis, number in (*self.records[0]["sizes"].items(), ("all ranks", len(self.records))):
-            if number == 1 or self.scale is None:
+            if number == 1 or scale is None:
                 continue
             name = axis if axis == "all ranks" else axis.upper()
             for text, value in ((name, float(number)), (f"1 / {name}", 1 / number)):
-                if math.isclose(self.scale, value, rel_tol=0.01):
+                if math.isclose(scale, value, rel_tol=0.01):
                     found.append(text)
         return found
 
     @cached_property
-    def starts_at_a_router(self) -> bool:
-        """Whether the backward pass, with the same loss, meets the first wrong gradient at a router."""
+    def first_wrong(self) -> str:
+        """The weight at which the backward pass, with the same loss, meets the first wrong gradient; else empty."""
         wrong = list(filter(self.off.__contains__, self.gradients[1]))
-        return bool(wrong) and ROUTER.search(wrong[-1]) is not None and "loss" not in self.kinds
+        return wrong[-1] if wrong and "loss" not in self.kinds else ""
+
+    @cached_property
+    def starts_at_a_router(self) -> bool:
+        """Whether that weight is a router's."""
+        return ROUTER.search(self.first_wrong) is not None
+
+    @cached_property
+    def first_is_multiple(self) -> bool:
+        """Whether that weight's gradient is off by a factor that is one of the layout's sizes."""
+        return bool(self.symbols(self._factor(self.first_wrong)))
 
     @cached_property
     def first_load_differs(self) -> bool:
@@ -522,11 +528,6 @@ class Evidence:
             if (one.step, one.name) == (self.step, first) and "counts" in one.quantity:
                 return True
         return False
-
-    @cached_property
-    def copies_differ(self) -> bool:
-        """Whether ranks' copies of a gradient differ in that step."""
-        return "copies of gradient" in self.kinds
 
     @cached_property
     def copies(self) -> str:
@@ -606,12 +607,16 @@ CAUSES = (
         _scaled(ALL), "the loss's scale: gradients are divided by a wrong number of ranks, micro-batches or tokens"
     ),
     Mistake(
+        lambda seen: seen.weights == SOME and seen.first_is_multiple,
+        "the first weight's gradient is summed, or averaged, over ranks that each have the whole of it",
+    ),
+    Mistake(
         lambda seen: bool(seen.before_update) and seen.before_update <= {"gradient norm", "copies of gradient norm"},
         "gradients are right, their norm is not: some are counted once per rank, or not at all, and clipping is wrong",
         "Megatron-LM #5916",
     ),
     Mistake(
-        lambda seen: seen.starts_at_a_router and seen.scale is None and not seen.copies_differ,
+        lambda seen: seen.starts_at_a_router and seen.scale is None and "copies of gradient" not in seen.kinds,
         "an auxiliary loss: its scale, the tokens that it balances, or the group over which load is summed; or a "
         "router does not get the gradient of its experts' weights",
         "Megatron-LM #5047, #2767, transformers #48690",
@@ -684,8 +689,8 @@ def causes_of(evidence: Evidence) -> Iterator[str]:
     elsewhere = filter(lambda cause: cause.fits(evidence), WHERE)
     for cause in fitting or islice(elsewhere, 1):
         text = cause.text
-        if evidence.symbols and evidence.weights != SOME:
-            text += f" (of {evidence.weights}, {evidence.scale:.3g} times as large: {' or '.join(evidence.symbols)})"
+        if (symbols := evidence.symbols(evidence.scale)) and evidence.weights != SOME:
+            text += f" (of {evidence.weights}, {evidence.scale:.3g} times as large: {' or '.join(symbols)})"
         if cause.seen:
             text += f"; seen in {cause.seen}"
         yield text

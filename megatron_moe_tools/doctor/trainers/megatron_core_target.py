@@ -21,14 +21,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megatron_moe.config.errors import ConfigError
@@ -73,9 +73,6 @@ _OWN_WAY = frozenset(
 _DISPATCHERS = ("allgather", "alltoall")
 # What a script may ask for, and cannot be built from the engine's own parts on a CPU.
 _REFUSED = {
-    "multi_latent_attention": "the engine's latent attention needs Transformer Engine",
-    "mtp_num_layers": "the engine's multi-token prediction needs Transformer Engine",
-    "window_size": "the engine's attention without Transformer Engine has no window",
     "dsa_indexer_topk": "the engine's sparse attention needs Transformer Engine",
     "use_torch_fsdp2": "the engine's fully sharded models need CUDA",
 }
@@ -137,6 +134,10 @@ def left_out(run: Run) -> dict[str, str]:
         ),
         "virtual pipeline stages": (run.derived.virtual_pipeline_size is not None, "each rank has one stage"),
         f"optimizer {optimizer}": (optimizer != "adam", "Adam steps in its place"),
+        "windows of attention": (
+            run.model.window_size is not None,
+            "attention without Transformer Engine looks at the whole sequence",
+        ),
         "grouped GEMM": (run.moe.num_experts is not None, "experts multiply one after the other"),
         f"dispatcher {dispatcher}": (dispatcher not in _DISPATCHERS, "needs CUDA; alltoall takes its place"),
         "--overlap-param-gather": (run.parallel.overlap_param_gather, "weights are gathered after the step"),
@@ -147,6 +148,11 @@ def left_out(run: Run) -> dict[str, str]:
     return found
 
 
+def config_class(run: Run) -> type[TransformerConfig]:
+    """Return the class of the engine's configuration."""
+    return MLATransformerConfig if run.model.multi_latent_attention else TransformerConfig
+
+
 def config_fields(run: Run, copy: Run, layout: dict[str, int], plain: bool) -> dict[str, Any]:
     """Return the fields of the engine's configuration.
 
@@ -154,7 +160,7 @@ def config_fields(run: Run, copy: Run, layout: dict[str, int], plain: bool) -> d
         run: what the file says. copy: its small copy.
         plain: whether nothing is recomputed, and experts are reached in the simplest way: one process.
     """
-    known = frozenset(map(attrgetter("name"), fields(TransformerConfig)))
+    known = frozenset(map(attrgetter("name"), fields(config_class(copy))))
     found: dict[str, Any] = {}
     for name, value in flatten(copy).items():
         engine_name = _RENAMED.get(name, name)
@@ -266,13 +272,12 @@ class MegatronTrainer:
         model_parallel_cuda_manual_seed(1)
         sharded = parallel and self._run.derived.zero_stage > 0
         overlap = parallel and self._run.parallel.overlap_grad_reduce
-        self._config = TransformerConfig(**config_fields(self._run, self._copy, layout, plain=not parallel))
+        self._config = config_class(self._copy)(**config_fields(self._run, self._copy, layout, plain=not parallel))
         self._tied = not self._copy.model.untie_embeddings_and_output_weights
         with its_own_layers_run():
             model = self._model()
-        for module in model.modules():
-            if isinstance(module, TopKRouter):
-                module.register_forward_hook(self._count)
+        for name, module in self._routers(model):
+            module.register_forward_hook(partial(self._count, name))
         for name, weight, cuts in self._weights_of(model):
             if weight.dim() > 1:
                 weight.data.copy_(_drawn(name, weight, cuts))
@@ -294,10 +299,14 @@ class MegatronTrainer:
     def _model(self) -> GPTModel:
         model = self._copy.model
         spec = get_gpt_decoder_block_spec(self._config, use_transformer_engine=False, normalization=model.normalization)
+        depths = None
+        if self._config.mtp_num_layers and parallel_state.is_pipeline_last_stage():
+            depths = get_gpt_mtp_block_spec(self._config, spec, use_transformer_engine=False)
         return GPTModel(
             self._config,
             spec,
             self.vocabulary,
+            mtp_block_spec=depths,
             max_sequence_length=4 * Sizes.length,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
@@ -346,13 +355,18 @@ class MegatronTrainer:
         losses = model(tokens, batch["position_ids"], hidden, labels=labels.clamp_min(0))
         return losses, partial(_loss, loss_mask)
 
-    def _count(self, router: TopKRouter, _inputs: object, outputs: tuple[Tensor, Tensor]) -> None:
+    def _routers(self, model: GPTModel) -> Iterator[tuple[str, TopKRouter]]:
+        for name, module in model.named_modules():
+            if isinstance(module, TopKRouter):
+                yield _global_name(model, name, (0, 1)), module
+
+    def _count(self, name: str, _: TopKRouter, _inputs: object, outputs: tuple[Tensor, Tensor]) -> None:
         """Count what a router chose. A recomputed layer's first pass is without gradients, and not counted.
 
         Weights are counted, not the map: slots that pad an expert to its capacity are in the map.
         """
         if torch.is_grad_enabled():
-            name, counts = _router_name(router), (outputs[0] != 0).sum(0)
+            counts = (outputs[0] != 0).sum(0)
             self._seen[name] = self._seen.get(name, 0) + counts.to(torch.int64)
 
     def named_gradients(self) -> Iterator[tuple[str, Held]]:
@@ -375,19 +389,15 @@ class MegatronTrainer:
         """Return what the routers did; the bias is what `finalize_model_grads` has left."""
         losses = _logged_losses(self._config, self._micro_batches)
         found = {}
-        for module in self._chunk.modules():
-            if isinstance(module, TopKRouter):
-                name = _router_name(module)
-                counts = self._seen[name].clone()
-                dist.all_reduce(
-                    counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-                )
-                found[name] = {
-                    "counts": counts,
-                    "expert_bias": module.expert_bias,
-                    "bias_rate": self._config.moe_router_bias_update_rate,
-                    "aux_losses": {kind: float(values[module.layer_number - 1]) for kind, values in losses.items()},
-                }
+        for name, module in self._routers(self._chunk.module):
+            counts = self._seen[name].clone()
+            dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+            found[name] = {
+                "counts": counts,
+                "expert_bias": module.expert_bias,
+                "bias_rate": self._config.moe_router_bias_update_rate,
+                "aux_losses": {kind: float(values[module.layer_number - 1]) for kind, values in losses.items()},
+            }
         return found
 
     def place(self) -> dict[str, tuple[int, int]]:
@@ -411,7 +421,9 @@ class MegatronTrainer:
         self._optimizer.load_state_dict(found["optimizer"])
 
     def _sharded_state(self, loading: bool) -> dict[str, Any]:
-        model, how = self._chunk.module.sharded_state_dict(), {"distrib_optim_sharding_type": "fully_reshardable"}
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        how = {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": group}
+        model = self._chunk.module.sharded_state_dict(metadata=how)
         return {"model": model, "optimizer": self._optimizer.sharded_state_dict(model, loading, metadata=how)}
 
     def _weights_of(self, model: GPTModel) -> Iterator[tuple[str, torch.nn.Parameter, tuple]]:
@@ -461,17 +473,13 @@ def _drawn(name: str, weight: Tensor, cuts: tuple) -> Tensor:
 def _global_name(model: GPTModel, name: str, ep: tuple[int, int]) -> str:
     """Return a weight's name in the whole model: layers and experts are numbered on each rank for themselves."""
     words = name.split(".")
-    if "layers" in words:
+    if "layers" in words and words[0] == "decoder":  # the last stage has all depths of multi-token prediction
         at = words.index("layers") + 1
         words[at] = str(model.decoder.layers[int(words[at])].layer_number - 1)
     if "local_experts" in words:
         at = words.index("local_experts") + 1
         words[at] = str(int(words[at]) + ep[0] * model.config.num_moe_experts // ep[1])
     return ".".join(words)
-
-
-def _router_name(router: TopKRouter) -> str:
-    return f"decoder.layers.{router.layer_number - 1}.mlp.router"
 
 
 def _forget_losses() -> None:
@@ -494,16 +502,17 @@ def _logged_losses(config: TransformerConfig, micro_batches: int) -> dict[str, l
         names.append("z_loss")
     if config.num_moe_experts is None or not names:
         return {}
+    layers = config.num_layers + (config.mtp_num_layers or 0)
     if moe_logging is None:
         tracker = moe_utils.get_moe_layer_wise_logging_tracker()
         for name in names:
-            tracker.setdefault(name, {"values": torch.zeros(config.num_layers)})
+            tracker.setdefault(name, {"values": torch.zeros(layers)})
         moe_utils.reduce_aux_losses_tracker_across_ranks(names)
         values = [tracker[name]["values"] for name in names]
     else:
         metrics = moe_logging.get_moe_metrics_tracker()
         for name in names:
-            metrics.ensure_initialized(name, config.num_layers)
+            metrics.ensure_initialized(name, layers)
         metrics._sync_metrics(names)
         values = [metrics.metrics[name].values for name in names]
     found = {name: (of_layers / micro_batches).tolist() for name, of_layers in zip(names, values)}
