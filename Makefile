@@ -12,7 +12,7 @@ VENV ?= $(if $(filter $(PYTHON_VERSION),$(DEFAULT_VERSION)),.venv,.venv-$(PYTHON
 ENGINE := $(if $(filter 3.10 3.11,$(PYTHON_VERSION)),py311,py312)
 CONSTRAINTS := constraints/constraints-$(ENGINE).txt
 TRANSFORMER_ENGINE := constraints/transformer-engine-$(ENGINE).txt
-TRACKERS := constraints/trackers.txt
+BESIDE := constraints/beside.txt
 EXTRAS ?= dev
 STAMP := $(VENV)/.set-up-$(PYTHON_VERSION)
 RUN := $(VENV)/bin/python
@@ -90,10 +90,10 @@ clean: ## remove environments, caches and build output; runs/ is kept
 
 # A stamp, and not the folder, says that the set-up is complete: an interrupted one is done again. The environment is
 # started anew only where it belongs to another Python. Byte code is made by a first import, of what every rank imports:
-# pip would spend more than a minute on thousands of modules that are never used. Two packages go into folders of their
-# own: Transformer Engine's Python, a wheel of 1 MB that is no use without its libraries, for tests/helpers/te_stub.py
-# alone; and W&B's, which megatron-core imports at every start where it finds it, for tests/report/test_tracker.py.
-$(STAMP): setup.py pyproject.toml $(CONSTRAINTS) $(TRANSFORMER_ENGINE) $(TRACKERS)
+# pip would spend more than a minute on thousands of modules that are never used. Some go into folders of their own:
+# Transformer Engine's Python, a wheel of 1 MB that is no use without its libraries, for tests/helpers/te_stub.py alone;
+# and what $(BESIDE) lists, which would be imported at every start. DeepSpeed comes as source, of which nothing is built.
+$(STAMP): setup.py pyproject.toml $(CONSTRAINTS) $(TRANSFORMER_ENGINE) $(BESIDE)
 	@test -n "$(PYTHON_VERSION)" || { echo "make: '$(PYTHON)' does not run; give one with PYTHON=" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "make: $(PYTHON) is Python $(PYTHON_VERSION); 3.10 or later is needed, give one with PYTHON=" >&2; exit 2; }
@@ -106,6 +106,6 @@ $(STAMP): setup.py pyproject.toml $(CONSTRAINTS) $(TRANSFORMER_ENGINE) $(TRACKER
 	$(RUN) -m pip install --progress-bar on --no-compile --no-deps --only-binary :all: --upgrade --quiet \
 	  --target $(VENV)/transformer_engine_python --requirement $(TRANSFORMER_ENGINE)
 	$(if $(findstring dev,$(EXTRAS)),$(RUN) -m pip install --progress-bar on --no-compile --no-deps \
-	  --only-binary :all: --upgrade --quiet --target $(VENV)/trackers --requirement $(TRACKERS))
+	  --prefer-binary --upgrade --quiet --target $(VENV)/beside --requirement $(BESIDE))
 	@$(RUN) -W ignore -c 'import megatron_moe.training.run'
 	@touch $@

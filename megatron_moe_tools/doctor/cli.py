@@ -35,7 +35,7 @@ from megatron_moe_tools.doctor.layouts import (
     oracle_run,
 )
 from megatron_moe_tools.doctor.small_copy import PADDED_VOCABULARY, changed_fields, small_copy
-from megatron_moe_tools.doctor.trainers.targets import TARGETS, load_trainer
+from megatron_moe_tools.doctor.trainers.targets import PACKAGES, REFUSED, TARGETS, load_trainer
 from megatron_moe_tools.launch.local_ranks import LocalRanks, RankFailure
 
 if TYPE_CHECKING:  # flags are checked before torch is loaded
@@ -322,7 +322,7 @@ def trainer_parser() -> argparse.ArgumentParser:
         epilog=f"CONFIG is, for {about}. Exit status: 0 nothing is wrong; 1 something is; 2 a mistake in the flags.",
         allow_abbrev=False,
     )
-    p.add_argument("--target", choices=TARGETS, required=True, help="the trainer")
+    p.add_argument("--target", choices=[*TARGETS, *REFUSED], required=True, help="the trainer")
     p.add_argument("config", metavar="CONFIG", type=Path, help="what it trains, and how")
     p.add_argument("--ranks", type=int, default=2, choices=(2, 4), help="processes (default: 2)")
     p.add_argument("--checks", nargs="+", default=[], metavar="NAME", help="make only these; --list names them")
@@ -390,7 +390,7 @@ def check_trainer(argv: list[str]) -> int:
         "target": flags.target,
         "config": str(flags.config),
         "ranks": flags.ranks,
-        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions(*PACKAGES).items()),
         "seconds": round(time.monotonic() - began),
     }
     text = trainer_page(about, findings, skipped)

@@ -24,6 +24,7 @@ from megatron_moe.report.jsonl import read_events
 from megatron_moe.report.records import EvalRecord, StepRecord
 from megatron_moe.report.reporter import Reporter
 from megatron_moe.training.plan import plan_run
+from tests.helpers import beside
 from tests.report import wandb_stand_in
 from tests.report.steps import STEP, reporter
 
@@ -410,9 +411,8 @@ def test_mlflow_has_each_step_once_over_a_restart(tmp_path: Path, monkeypatch: p
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let this process and those it starts find W&B's package, which megatron-core would import each time."""
-    folder = Path(sys.prefix) / "trackers"
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.syspath_prepend(beside.FOLDER)
+    monkeypatch.setenv("PYTHONPATH", str(beside.FOLDER))
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
         del sys.modules[name]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from megatron_moe_tools.doctor import cli
-from megatron_moe_tools.doctor.trainers import rank
+from megatron_moe_tools.doctor.trainers.rank import run_into
 from megatron_moe_tools.launch.local_ranks import RankFailure
 from tests.helpers.gloo_pool import CaseFailed
 from tests.tools.forked_doctor import ForkedRanks
@@ -31,7 +31,7 @@ def forked(rank_parent, tmp_path, monkeypatch):
 
         def call(self, argument, ranks):
             try:
-                return self._pool.run(ranks, rank.run_into, argument=argument)
+                return self._pool.run(ranks, run_into, argument=argument)
             except CaseFailed as failure:
                 raise RankFailure(str(failure)) from failure
 

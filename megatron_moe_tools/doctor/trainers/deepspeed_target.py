@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.fields import suggestion
+from megatron_moe_tools.compat.deepspeed import tables
 from megatron_moe_tools.doctor.trainers.protocol import Held
 from megatron_moe_tools.doctor.trainers.samples import MicroBatch
 from megatron_moe_tools.doctor.trainers.transformers_target import (
@@ -49,6 +51,7 @@ _LEFT_OUT = {
 _ZERO_LEFT_OUT = {
     "offload_optimizer": "it needs a compiled optimizer",
     "offload_param": "it needs a compiled optimizer",
+    "round_robin_gradients": "DeepSpeed's safe_get_full_grad, which the gradients are read by, fails with it",
     "zero_hpz_partition_size": "ZeRO++ needs CUDA kernels",
     "zero_quantized_weights": "ZeRO++ needs CUDA kernels",
     "zero_quantized_nontrainable_weights": "ZeRO++ needs CUDA kernels",
@@ -74,6 +77,9 @@ def load(path: Path) -> DeepSpeedTrainer:
     plan = {name: value for name, value in settings.items() if name not in OWN}
     if (given := settings.get("deepspeed")) is not None:
         plan = given if isinstance(given, dict) else read_mapping(path.parent / str(given), "DeepSpeed's keys")
+    known = {key.partition(".")[0] for key in (*tables().known, *tables().mappings, *tables().aliases)}
+    for name in sorted(set(plan) - known):
+        raise ConfigError(f"{path}: {name}: no key of DeepSpeed's{suggestion(name, sorted(known))}")
     own = {name: settings[name] for name in OWN if name in settings}
     for name in ("tp_size", "ep_size", "fsdp_size", "tp_plan"):
         if name in own:

@@ -22,14 +22,23 @@ TARGETS = {
     "megatron-core": "a file with Megatron-LM's flags, or a launch script that has them",
 }
 """Name -> what CONFIG is."""
+PACKAGES = ("transformers", "accelerate", "deepspeed")
+"""Whose releases the page names, where they are installed, beside those that every run names."""
+REFUSED = {
+    "torchtitan": "its Trainer takes torch.cuda where there is no accelerator (torchtitan.tools.utils.get_device_info, "
+    "0.3.0), so it makes no step on gloo ranks; --target script checks its model and parallelisation in your own loop",
+}
+"""Name -> why it cannot be checked, and what can."""
 
 
 def load_trainer(target: str, config: Path) -> TestedTrainer:
     """Return the trainer that a configuration describes.
 
     Raises:
-        ConfigError: the file is not what the target reads, or a package that it needs is missing.
+        ConfigError: the file is not what the target reads, a package that it needs is missing, or it does not run here.
     """
+    if target in REFUSED:
+        raise ConfigError(f"--target {target}: {REFUSED[target]}")
     if target == "script":
         from megatron_moe_tools.doctor.trainers.protocol import load_script
 
