@@ -168,8 +168,8 @@ class DeepSpeedTrainer(TransformersTrainer):
         from deepspeed.utils import groups
 
         # Each case has its own process groups; DeepSpeed keeps those of its first.
-        deepspeed.comm.comm.cdb = None
-        importlib.reload(groups)
+        for module in (deepspeed.comm.comm, groups):
+            importlib.reload(module)
         # Collectives of gloo: DeepSpeed's own, in shared memory, would be compiled first.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         plan = dict(self._plan)
