@@ -71,6 +71,8 @@ _OWN_WAY = frozenset(
 )
 """Fields of a run that have another meaning or type in the engine's configuration."""
 _DISPATCHERS = ("allgather", "alltoall")
+_SINKS = "softmax_offset"
+"""A core attention's weight [heads], drawn at random by the engine, and cut along TP as heads are."""
 # What a script may ask for, and cannot be built from the engine's own parts on a CPU.
 _REFUSED = {
     "multi_latent_attention": "the engine's latent attention needs Transformer Engine",
@@ -274,7 +276,7 @@ class MegatronTrainer:
             if isinstance(module, TopKRouter):
                 module.register_forward_hook(self._count)
         for name, weight, cuts in self._weights_of(model):
-            if weight.dim() > 1:
+            if weight.dim() > 1 or name.endswith(_SINKS):
                 weight.data.copy_(_drawn(name, weight, cuts))
         buffers = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, use_distributed_optimizer=sharded
@@ -425,7 +427,7 @@ class MegatronTrainer:
             for own, weight in module.named_parameters(recurse=False):
                 name = _global_name(model, f"{path}.{own}", place["ep"])
                 axis, stride, of = None, 1, "tp"
-                if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+                if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) or own == _SINKS:
                     axis = 0
                 elif isinstance(module, RowParallelLinear) and own == "weight":
                     axis = 1
