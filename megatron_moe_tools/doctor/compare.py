@@ -323,7 +323,7 @@ def _gradients(
                 squares[EXPERT.search(name) is not None] += float(tensor.double().square().sum())
             yield "every gradient agrees, their norm does not: it counts some parameter twice or not at all"
             share = got.steps[step - 1]["grad_norm"] ** 2 - squares[False]
-            if squares[True] and share >= 0:
+            if squares[True] and share >= 0 and not math.isclose(share / squares[True], 1.0, rel_tol=0.01):
                 share /= squares[True]
                 yield f"with the dense weights counted once, the routed experts' squares are counted {share:.3g} times"
         return

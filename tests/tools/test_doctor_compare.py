@@ -190,6 +190,8 @@ def test_a_norm_alone_is_traced_to_the_experts_and_counts_over_a_wrong_group_tol
     got.steps[0]["grad_norm"] = (sum(squares.values()) - 0.5 * squares[EXPERTS]) ** 0.5
     found = matching_patterns(got, oracle, compare(got, oracle))
     assert "the routed experts' squares are counted 0.5 times" in found[1]
+    got.steps[0]["grad_norm"] = (sum(squares.values()) * 1.001) ** 0.5
+    assert not any("squares" in text for text in matching_patterns(got, oracle, compare(got, oracle)))
 
 
 def test_the_report_is_json_and_ends_in_the_verdict(oracle):

@@ -453,6 +453,13 @@ def test_a_defect_of_the_engine_is_found_in_the_releases_that_have_it(gloo: Gloo
         assert any(cause in text for text in found[check][1:]), found
 
 
+@pytest.mark.test_all
+def test_attention_sinks_are_left_out_of_the_engines_norm(gloo: GlooPool) -> None:
+    found = wrong(findings(gloo, f"{SP} --softmax-type learnable", 2, only="layout"))
+    assert found["layout"][0].startswith("gradient norm, step 1")
+    assert "Megatron-LM #5916, #7452" in found["layout"][1]
+
+
 @pytest.mark.parametrize("name", rows(PLANTED, test=["router not summed over TP", "bias in bf16"]))
 def test_a_planted_error_is_found_and_its_cause_is_named(gloo: GlooPool, tmp_path: Path, name: str) -> None:
     one = PLANTED[name]

@@ -63,7 +63,7 @@ def test_a_sound_setting_has_no_finding(name, tmp_path, capsys):
 
 FAULTS = {
     "the auxiliary loss grows with the micro-batches": (
-        {"router_aux_loss_coef": 0.05}, "micro-batches", "loss, step 1",
+        {"router_aux_loss_coef": 0.05}, "micro-batches", "auxiliary losses are added up",
     ),
     "documents of a row see each other while there is a cache": (
         {"packing": True, "use_cache": True}, "documents", "does not tell documents apart",

@@ -235,8 +235,9 @@ def find(check: TrainerCheck, runs: Runs) -> TrainerFinding:
     ordered = in_order(comparison.differences, list(wanted.tensors["gradient, step 1"]))
     finding.comparison = replace(comparison, differences=ordered)
     finding.first = describe(ordered[0])
-    if check.name == "micro-batches" and Evidence(comparison, wanted, got, []).starts_at_a_router:
-        finding.causes += matching_patterns(got, wanted, comparison, one_process=True)
+    if check.name == "micro-batches" and Evidence(comparison, wanted, got, []).is_of_an_auxiliary_loss:
+        summed = "micro-batches' auxiliary losses are added up, not averaged, or each balances itself"
+        finding.causes += matching_patterns(got, wanted, comparison, one_process=True) or [summed]
     if check.cause and not finding.causes:
         finding.causes.append(check.cause)
     if check.got.saved and (lost := not_restored(comparison)) is not None:
@@ -505,15 +506,21 @@ class Evidence:
         return found
 
     @cached_property
+    def tokens_agree(self) -> bool:
+        """Whether the loss of the tokens is the same."""
+        mine, theirs = (model.steps[self.step - 1]["token_loss"] for model in (self.got, self.wanted))
+        return math.isclose(mine, theirs, rel_tol=TOLERANCES.scalar)
+
+    @cached_property
     def first_wrong(self) -> str:
         """The weight at which the backward pass, with the same loss, meets the first wrong gradient; else empty."""
         wrong = list(filter(self.off.__contains__, self.gradients[1]))
-        return wrong[-1] if wrong and "loss" not in self.kinds else ""
+        return wrong[-1] if wrong and self.tokens_agree else ""
 
     @cached_property
-    def starts_at_a_router(self) -> bool:
-        """Whether that weight is a router's."""
-        return ROUTER.search(self.first_wrong) is not None
+    def is_of_an_auxiliary_loss(self) -> bool:
+        """Whether the tokens' loss is right, and the logged one is wrong or the first wrong gradient is a router's."""
+        return self.tokens_agree and ("loss" in self.kinds or ROUTER.search(self.first_wrong) is not None)
 
     @cached_property
     def first_is_multiple(self) -> bool:
@@ -582,7 +589,7 @@ CAUSES = (
         lambda seen: seen.agrees_where_even and seen.scale is None,
         "means of ranks or micro-batches are averaged, though they are over different numbers of tokens; with as many "
         "trained tokens in each sequence the layout agrees",
-        "verl #5867, Megatron-LM #5798",
+        "prime-rl #2358, verl #5625",
     ),
     Mistake(
         lambda seen: seen.copies == "sum",
@@ -613,10 +620,10 @@ CAUSES = (
     Mistake(
         lambda seen: bool(seen.before_update) and seen.before_update <= {"gradient norm", "copies of gradient norm"},
         "gradients are right, their norm is not: some are counted once per rank, or not at all, and clipping is wrong",
-        "Megatron-LM #5916",
+        "Megatron-LM #5916, #7452",
     ),
     Mistake(
-        lambda seen: seen.starts_at_a_router and seen.scale is None and "copies of gradient" not in seen.kinds,
+        lambda seen: seen.is_of_an_auxiliary_loss and seen.scale is None and "copies of gradient" not in seen.kinds,
         "an auxiliary loss: its scale, the tokens that it balances, or the group over which load is summed; or a "
         "router does not get the gradient of its experts' weights",
         "Megatron-LM #5047, #2767, transformers #48690",

@@ -71,6 +71,8 @@ _OWN_WAY = frozenset(
 )
 """Fields of a run that have another meaning or type in the engine's configuration."""
 _DISPATCHERS = ("allgather", "alltoall")
+_SINKS = "softmax_offset"
+"""A core attention's weight [heads], drawn at random by the engine, and cut along TP as heads are."""
 # What a script may ask for, and cannot be built from the engine's own parts on a CPU.
 _REFUSED = {
     "dsa_indexer_topk": "the engine's sparse attention needs Transformer Engine",
@@ -279,7 +281,7 @@ class MegatronTrainer:
         for name, module in self._routers(model):
             module.register_forward_hook(partial(self._count, name))
         for name, weight, cuts in self._weights_of(model):
-            if weight.dim() > 1:
+            if weight.dim() > 1 or name.endswith(_SINKS):
                 weight.data.copy_(_drawn(name, weight, cuts))
         buffers = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, use_distributed_optimizer=sharded
@@ -437,7 +439,7 @@ class MegatronTrainer:
             for own, weight in module.named_parameters(recurse=False):
                 name = _global_name(model, f"{path}.{own}", place["ep"])
                 axis, stride, of = None, 1, "tp"
-                if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding):
+                if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding) or own == _SINKS:
                     axis = 0
                 elif isinstance(module, RowParallelLinear) and own == "weight":
                     axis = 1
