@@ -67,6 +67,7 @@ EP = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 SEQUENCE = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --calculate-per-token-loss"
 BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
 CAPACITY = "--moe-expert-capacity-factor 1.0"
+LATENT = "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 32 --qk-layernorm"
 EP_FSDP = {"ep_size": 2, "fsdp_size": 2}
 UNREPORTED = "no public thread found"
 BUGS = (
@@ -75,6 +76,7 @@ BUGS = (
     Bug("NVIDIA/Megatron-LM#5798", "micro-batches", SEQUENCE, "E8"),
     Bug("NVIDIA/Megatron-LM#3199", "layout", "--moe-z-loss-coeff 0.01", "E9"),
     Bug("NVIDIA/Megatron-LM#7452, finding 8", "layout", f"{SP} --softmax-type learnable"),
+    Bug(f"{UNREPORTED}: S2", "layout", f"{SP} {LATENT}", "S2"),
     Bug(f"{UNREPORTED}: N4", "expert-bias", f"{EP} {BIAS} {CAPACITY} --moe-pad-expert-input-to-capacity", "N4"),
     Bug(f"{UNREPORTED}: N5", "later-tokens", f"{CAPACITY} --moe-token-drop-policy position", "N5"),
     Bug(f"{UNREPORTED}: N6", "layout", f"{SP} --moe-token-dispatcher-type alltoall {CAPACITY}", "N6"),
