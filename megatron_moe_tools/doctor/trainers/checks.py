@@ -237,6 +237,8 @@ def find(check: TrainerCheck, runs: Runs) -> TrainerFinding:
     finding.first = describe(ordered[0])
     if check.name == "micro-batches" and Evidence(comparison, wanted, got, []).starts_at_a_router:
         finding.causes += matching_patterns(got, wanted, comparison, one_process=True)
+    if check.name == "micro-batches" and not finding.causes and not _agree(check, runs, masked=False):
+        finding.causes.append("micro-batches are scaled, clipped or reduced one by one, before they are added up")
     if check.cause and not finding.causes:
         finding.causes.append(check.cause)
     if check.got.saved and (lost := not_restored(comparison)) is not None:
@@ -270,10 +272,7 @@ def _related(check: TrainerCheck, wanted: AssembledModel, got: AssembledModel) -
     if check.relation == "all":
         return compare(got, wanted, TOLERANCES)
     if check.relation == "batch":
-        kept = dict(got.tensors)
-        for name in got.tensors:
-            if name.startswith("weight"):
-                del kept[name]
+        kept = {name: found for name, found in got.tensors.items() if not name.startswith("weight")}
         return compare(replace(got, tensors=kept), wanted, TOLERANCES)
     a, b = got.steps[0]["token_loss"], wanted.steps[0]["token_loss"]
     error = abs(a - b) / max(abs(b), 1e-30)
@@ -336,8 +335,7 @@ def untrained(case: Case, runs: Runs) -> TrainerFinding:
             differences.append(LayoutDifference("gradient", name, 1, 1.0, 0.0, detail))
     finding = TrainerFinding("gradients", question, Comparison(differences, {}))
     if differences:
-        first = differences[0]
-        finding.first = f"{first.name} has no gradient, and {len(differences) - 1} more"
+        finding.first = f"{differences[0].name} has no gradient, and {len(differences) - 1} more"
         finding.causes = ["the weight is left out of the graph: detached, overwritten, or not used by the forward pass"]
     return finding
 
@@ -510,9 +508,11 @@ class Evidence:
 
     @cached_property
     def starts_at_a_router(self) -> bool:
-        """Whether the backward pass, with the same loss, meets the first wrong gradient at a router."""
+        """Whether the backward pass, with the same loss of tokens, meets the first wrong gradient at a router."""
         wrong = list(filter(self.off.__contains__, self.gradients[1]))
-        return bool(wrong) and ROUTER.search(wrong[-1]) is not None and "loss" not in self.kinds
+        mine, theirs = (model.steps[self.step - 1]["token_loss"] for model in (self.got, self.wanted))
+        same = math.isclose(mine, theirs, rel_tol=TOLERANCES.scalar)
+        return bool(wrong) and ROUTER.search(wrong[-1]) is not None and same
 
     @cached_property
     def first_load_differs(self) -> bool:
@@ -603,6 +603,9 @@ CAUSES = (
         _scaled(DENSE), "weights that every rank holds are summed or averaged over the wrong group, experts are not"
     ),
     Mistake(
+        _scaled(SOME), "these weights alone are summed or averaged over the wrong group, or, if they are tied, twice"
+    ),
+    Mistake(
         _scaled(ALL), "the loss's scale: gradients are divided by a wrong number of ranks, micro-batches or tokens"
     ),
     Mistake(
@@ -621,8 +624,8 @@ CAUSES = (
         "gradients and their norm are right, the update is not: clipping, learning rates, weight decay or state",
     ),
     Mistake(
-        lambda seen: bool(seen.before_update) and all(kind.endswith(" loss") for kind in seen.before_update),
-        "an auxiliary loss is logged otherwise than it is used: one rank's in place of the mean, or another scale",
+        lambda seen: bool(seen.before_update) and all(kind.endswith("loss") for kind in seen.before_update),
+        "a loss is logged otherwise than it is used: one rank's in place of the mean, or another scale",
         "Megatron-LM #3199",
     ),
     Mistake(
@@ -631,8 +634,8 @@ CAUSES = (
     ),
     Mistake(
         lambda seen: seen.first_load_differs,
-        "experts' load is counted over the wrong ranks, or tokens go to other experts: another choice, or a capacity "
-        "that is one of each rank",
+        "experts' load is counted over the wrong ranks, or tokens go to other experts: another choice, a capacity that "
+        "is one of each rank, or other inputs of the router (attention, masks)",
         "Megatron-LM #7452",
     ),
     Mistake(
@@ -671,9 +674,13 @@ def not_restored(comparison: Comparison) -> str | None:
             lost.add(one.name)
     if not lost:
         return None
-    names = sorted(lost)
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"not restored, or not by its step: {', '.join(names[:3])}{rest}"
+    return f"not restored, or not by its step: {_listed(lost)}"
+
+
+def _listed(names: set[str]) -> str:
+    """Return the first names, and how many more there are."""
+    first = ", ".join(sorted(names)[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
 
 
 def causes_of(evidence: Evidence) -> Iterator[str]:
@@ -684,8 +691,9 @@ def causes_of(evidence: Evidence) -> Iterator[str]:
     elsewhere = filter(lambda cause: cause.fits(evidence), WHERE)
     for cause in fitting or islice(elsewhere, 1):
         text = cause.text
-        if evidence.symbols and evidence.weights != SOME:
-            text += f" (of {evidence.weights}, {evidence.scale:.3g} times as large: {' or '.join(evidence.symbols)})"
+        if evidence.symbols:
+            weights = _listed(evidence.off) if evidence.weights == SOME else evidence.weights
+            text += f" (of {weights}, {evidence.scale:.3g} times as large: {' or '.join(evidence.symbols)})"
         if cause.seen:
             text += f"; seen in {cause.seen}"
         yield text
