@@ -13,7 +13,7 @@ from megatron_moe.engine.patching import replaced
 from megatron_moe_tools.doctor.trainers import deepspeed_target, rank
 from tests.helpers import beside
 from tests.helpers.rows import rows
-from tests.tools.test_doctor_trainers_ranks import checked, forked  # noqa: F401
+from tests.tools.test_doctor_trainers_ranks import checked, fork_ranks
 from tests.tools.test_doctor_trainers_transformers import KINDS, SIZES
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}}
@@ -28,10 +28,10 @@ def run_into(argument: dict[str, Any]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def with_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_deepspeed(gloo, tmp_path, monkeypatch):
     """Let the doctor and its ranks find DeepSpeed."""
     monkeypatch.syspath_prepend(beside.FOLDER)
-    monkeypatch.setattr("tests.tools.test_doctor_trainers_ranks.run_into", run_into)
+    fork_ranks(monkeypatch, gloo, tmp_path, run_into)
 
 
 def found_in(kind: str, settings: dict[str, Any], folder: Any, *names: str) -> tuple[set[str], dict[str, Any]]:
@@ -148,6 +148,19 @@ def test_a_planted_error_is_found_and_its_cause_is_named(name, tmp_path, capsys)
     wrong, found = found_in("qwen3_moe", {**one.settings, "named": name}, tmp_path, one.check)
     assert one.check in wrong, capsys.readouterr().out
     assert one.cause in "\n".join(found[one.check]["causes"]), found[one.check]
+
+
+def test_what_trainer_fills_in_is_filled_in_and_the_rest_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    plan = {"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}}
+    (tmp_path / "plan.json").write_text(json.dumps({**plan, "train_batch_size": "auto"}))
+    run = tmp_path / "run.json"
+    given = {"deepspeed": "plan.json", "learning_rate": 0.01, "adam_beta2": 0.95, "bf16": True, "optim": "sgd"}
+    run.write_text(json.dumps({"model_name_or_path": ".", "output_dir": "out", **given}))
+    trainer = deepspeed_target.load(run)
+    assert trainer.plan["gradient_clipping"] == 1.0
+    assert trainer.plan["optimizer"]["params"] == {"lr": 0.01, "betas": [0.9, 0.95], "torch_adam": True}
+    assert set(trainer.leaves_out) == {"bf16", "optim"}
 
 
 @pytest.mark.parametrize(

@@ -426,7 +426,7 @@ SOUND = {
 }
 DEFECTS = {
     "S2": (f"{SP} {LATENT}", "layout", "the backward pass is not"),
-    "N11": (f"--tensor-model-parallel-size 2 {LATENT} DENSE", "layout", "each have the whole of it"),
+    "N11": (f"--tensor-model-parallel-size 2 {LATENT} DENSE", "layout", "over the wrong group"),
     "S5": (f"{SP} --expert-tensor-parallel-size 1", "layout", "each rank keeps its own"),
     "E7": (f"{SP} {SEQUENCE} {PER_TOKEN}", "layout", "an auxiliary loss"),
     "E8": (f"{SEQUENCE} {PER_TOKEN}", "micro-batches", "is not weighed per token"),

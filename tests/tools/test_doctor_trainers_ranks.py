@@ -7,35 +7,40 @@ from typing import NamedTuple
 import pytest
 
 from megatron_moe_tools.doctor import cli
-from megatron_moe_tools.doctor.trainers.rank import run_into
+from megatron_moe_tools.doctor.trainers import rank
 from megatron_moe_tools.launch.local_ranks import RankFailure
 from tests.helpers.gloo_pool import CaseFailed
-from tests.tools.forked_doctor import ForkedRanks
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trainer_to_check.py"
 
 
-@pytest.fixture(autouse=True)
-def forked(rank_parent, tmp_path, monkeypatch):
-    """The doctor's ranks are forked."""
+def fork_ranks(monkeypatch, gloo, at, run=rank.run_into, **given):
+    """Let the doctor's ranks be those of the pool; each answers a request by run(argument, **given)."""
 
-    class Ranks(ForkedRanks):
+    class Ranks:
         def __init__(self, function, number, *, seconds, threads):
-            folder = tmp_path / f"ranks{number}"
-            folder.mkdir(exist_ok=True)
-            super().__init__(rank_parent, seconds, folder)
-            self._function = function
+            self.folder, self._seconds = at / f"ranks{number}", seconds
+            self.folder.mkdir(exist_ok=True)
 
         def __enter__(self):
             return self
 
+        def __exit__(self, *_):
+            pass
+
         def call(self, argument, ranks):
             try:
-                return self._pool.run(ranks, run_into, argument=argument)
+                return gloo.run_within(self._seconds, ranks, run, argument=argument, **given)
             except CaseFailed as failure:
                 raise RankFailure(str(failure)) from failure
 
     monkeypatch.setattr(cli, "LocalRanks", Ranks)
+
+
+@pytest.fixture(autouse=True)
+def forked(gloo, tmp_path, monkeypatch):
+    """The doctor's ranks are forked."""
+    fork_ranks(monkeypatch, gloo, tmp_path)
 
 
 def checked(script, folder, *flags):

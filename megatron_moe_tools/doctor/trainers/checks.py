@@ -238,6 +238,8 @@ def find(check: TrainerCheck, runs: Runs) -> TrainerFinding:
     if check.name == "micro-batches" and Evidence(comparison, wanted, got, []).is_of_an_auxiliary_loss:
         summed = "micro-batches' auxiliary losses are added up, not averaged, or each balances itself"
         finding.causes += matching_patterns(got, wanted, comparison, one_process=True) or [summed]
+    if check.name == "micro-batches" and not finding.causes and not _agree(check, runs, masked=False):
+        finding.causes.append("micro-batches are scaled, clipped or reduced one by one, before they are added up")
     if check.cause and not finding.causes:
         finding.causes.append(check.cause)
     if check.got.saved and (lost := not_restored(comparison)) is not None:
@@ -271,10 +273,7 @@ def _related(check: TrainerCheck, wanted: AssembledModel, got: AssembledModel) -
     if check.relation == "all":
         return compare(got, wanted, TOLERANCES)
     if check.relation == "batch":
-        kept = dict(got.tensors)
-        for name in got.tensors:
-            if name.startswith("weight"):
-                del kept[name]
+        kept = {name: found for name, found in got.tensors.items() if not name.startswith("weight")}
         return compare(replace(got, tensors=kept), wanted, TOLERANCES)
     a, b = got.steps[0]["token_loss"], wanted.steps[0]["token_loss"]
     error = abs(a - b) / max(abs(b), 1e-30)
@@ -337,8 +336,7 @@ def untrained(case: Case, runs: Runs) -> TrainerFinding:
             differences.append(LayoutDifference("gradient", name, 1, 1.0, 0.0, detail))
     finding = TrainerFinding("gradients", question, Comparison(differences, {}))
     if differences:
-        first = differences[0]
-        finding.first = f"{first.name} has no gradient, and {len(differences) - 1} more"
+        finding.first = f"{differences[0].name} has no gradient, and {len(differences) - 1} more"
         finding.causes = ["the weight is left out of the graph: detached, overwritten, or not used by the forward pass"]
     return finding
 
@@ -433,13 +431,14 @@ class Evidence:
         return next(filter(None, sorted(map(attrgetter("step"), self.comparison.differences))), 1)
 
     @cached_property
+    def differences(self) -> list[LayoutDifference]:
+        """Those of that step."""
+        return list(filter(lambda one: one.step == self.step, self.comparison.differences))
+
+    @cached_property
     def kinds(self) -> set[str]:
         """The quantities that differ in that step."""
-        found = set()
-        for one in self.comparison.differences:
-            if one.step == self.step:
-                found.add(one.quantity.partition(",")[0])
-        return found
+        return {one.quantity.partition(",")[0] for one in self.differences}
 
     @cached_property
     def before_update(self) -> set[str]:
@@ -455,11 +454,8 @@ class Evidence:
     @cached_property
     def off(self) -> set[str]:
         """Names of the weights whose gradients differ in that step, as a whole or between ranks."""
-        found = set()
-        for one in self.comparison.differences:
-            if one.step == self.step and one.quantity.startswith(("gradient,", "copies of gradient,")):
-                found.add(one.name)
-        return found
+        of_gradients = ("gradient,", "copies of gradient,")
+        return {one.name for one in self.differences if one.quantity.startswith(of_gradients)}
 
     @cached_property
     def weights(self) -> str:
@@ -477,7 +473,8 @@ class Evidence:
                 return kind
         return SOME
 
-    def _factor(self, name: str) -> float | None:
+    def factor(self, name: str) -> float | None:
+        """Return the factor of a weight's gradient, if it is one."""
         mine, theirs = self.gradients
         if name in mine and name in theirs and mine[name].shape == theirs[name].shape:
             return factor(mine[name].double(), theirs[name].double())
@@ -486,7 +483,7 @@ class Evidence:
     @cached_property
     def scale(self) -> float | None:
         """The factor of all gradients that are off, if there is one."""
-        scales = [one for one in map(self._factor, self.off) if one is not None]
+        scales = [one for one in map(self.factor, self.off) if one is not None]
         if not scales or len(scales) < len(self.off):
             return None
         middle = sorted(scales)[len(scales) // 2]
@@ -521,11 +518,6 @@ class Evidence:
     def is_of_an_auxiliary_loss(self) -> bool:
         """Whether the tokens' loss is right, and the logged one is wrong or the first wrong gradient is a router's."""
         return self.tokens_agree and ("loss" in self.kinds or ROUTER.search(self.first_wrong) is not None)
-
-    @cached_property
-    def first_is_multiple(self) -> bool:
-        """Whether that weight's gradient is off by a factor that is one of the layout's sizes."""
-        return bool(self.symbols(self._factor(self.first_wrong)))
 
     @cached_property
     def first_load_differs(self) -> bool:
@@ -611,11 +603,11 @@ CAUSES = (
         _scaled(DENSE), "weights that every rank holds are summed or averaged over the wrong group, experts are not"
     ),
     Mistake(
-        _scaled(ALL), "the loss's scale: gradients are divided by a wrong number of ranks, micro-batches or tokens"
+        lambda seen: _scaled(SOME)(seen) or (seen.scale is None and bool(seen.symbols(seen.factor(seen.first_wrong)))),
+        "these weights, or the first, are summed or averaged over the wrong group, or, if they are tied, twice",
     ),
     Mistake(
-        lambda seen: seen.weights == SOME and seen.first_is_multiple,
-        "the first weight's gradient is summed, or averaged, over ranks that each have the whole of it",
+        _scaled(ALL), "the loss's scale: gradients are divided by a wrong number of ranks, micro-batches or tokens"
     ),
     Mistake(
         lambda seen: bool(seen.before_update) and seen.before_update <= {"gradient norm", "copies of gradient norm"},
@@ -633,8 +625,8 @@ CAUSES = (
         "gradients and their norm are right, the update is not: clipping, learning rates, weight decay or state",
     ),
     Mistake(
-        lambda seen: bool(seen.before_update) and all(kind.endswith(" loss") for kind in seen.before_update),
-        "an auxiliary loss is logged otherwise than it is used: one rank's in place of the mean, or another scale",
+        lambda seen: bool(seen.before_update) and all(kind.endswith("loss") for kind in seen.before_update),
+        "a loss is logged otherwise than it is used: one rank's in place of the mean, or another scale",
         "Megatron-LM #3199",
     ),
     Mistake(
@@ -643,8 +635,8 @@ CAUSES = (
     ),
     Mistake(
         lambda seen: seen.first_load_differs,
-        "experts' load is counted over the wrong ranks, or tokens go to other experts: another choice, or a capacity "
-        "that is one of each rank",
+        "experts' load is counted over the wrong ranks, or tokens go to other experts: another choice, a capacity that "
+        "is one of each rank, or other inputs of the router (attention, masks)",
         "Megatron-LM #7452",
     ),
     Mistake(
@@ -683,9 +675,13 @@ def not_restored(comparison: Comparison) -> str | None:
             lost.add(one.name)
     if not lost:
         return None
-    names = sorted(lost)
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"not restored, or not by its step: {', '.join(names[:3])}{rest}"
+    return f"not restored, or not by its step: {_listed(lost)}"
+
+
+def _listed(names: set[str]) -> str:
+    """Return the first names, and how many more there are."""
+    first = ", ".join(sorted(names)[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
 
 
 def causes_of(evidence: Evidence) -> Iterator[str]:
@@ -696,8 +692,9 @@ def causes_of(evidence: Evidence) -> Iterator[str]:
     elsewhere = filter(lambda cause: cause.fits(evidence), WHERE)
     for cause in fitting or islice(elsewhere, 1):
         text = cause.text
-        if (symbols := evidence.symbols(evidence.scale)) and evidence.weights != SOME:
-            text += f" (of {evidence.weights}, {evidence.scale:.3g} times as large: {' or '.join(symbols)})"
+        if symbols := evidence.symbols(evidence.scale):
+            weights = _listed(evidence.off) if evidence.weights == SOME else evidence.weights
+            text += f" (of {weights}, {evidence.scale:.3g} times as large: {' or '.join(symbols)})"
         if cause.seen:
             text += f"; seen in {cause.seen}"
         yield text

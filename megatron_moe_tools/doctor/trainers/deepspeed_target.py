@@ -24,6 +24,8 @@ from megatron_moe_tools.compat.deepspeed import tables
 from megatron_moe_tools.doctor.trainers.protocol import Held
 from megatron_moe_tools.doctor.trainers.samples import MicroBatch
 from megatron_moe_tools.doctor.trainers.transformers_target import (
+    LEFT_OUT,
+    OF_NO_MATTER,
     OWN,
     TransformersTrainer,
     model_folder,
@@ -61,6 +63,14 @@ _ZERO_LEFT_OUT = {
 _SECTIONS = {"tp": ("tensor_parallel", "autotp_size"), "ep": ("expert_parallel", "autoep_size")}
 _LARGEST = 2
 """Ranks of an axis: what is wrong with many is wrong with two."""
+_AUTO: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
+    "lr": (("learning_rate",), (5e-5,)),
+    "betas": (("adam_beta1", "adam_beta2"), (0.9, 0.999)),
+    "eps": (("adam_epsilon",), (1e-8,)),
+    "weight_decay": (("weight_decay",), (0.0,)),
+    "gradient_clipping": (("max_grad_norm",), (1.0,)),
+}
+"""Key that may be "auto" -> the TrainingArguments that Trainer puts there, and their defaults."""
 _ADAM = ("adam", "adamw")
 _TAG = "saved"
 
@@ -74,8 +84,11 @@ def load(path: Path) -> DeepSpeedTrainer:
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError("--target deepspeed: DeepSpeed is not installed; pip install deepspeed")
     settings = read_mapping(path, "DeepSpeed's keys and model_name_or_path")
-    plan = {name: value for name, value in settings.items() if name not in OWN}
-    if (given := settings.get("deepspeed")) is not None:
+    arguments = {name: value for name, value in settings.items() if name not in OWN and name != "deepspeed"}
+    plan, given = arguments, settings.get("deepspeed")
+    if given is None:
+        arguments = {}
+    else:
         plan = given if isinstance(given, dict) else read_mapping(path.parent / str(given), "DeepSpeed's keys")
     known = {key.partition(".")[0] for key in (*tables().known, *tables().mappings, *tables().aliases)}
     for name in sorted(set(plan) - known):
@@ -84,12 +97,22 @@ def load(path: Path) -> DeepSpeedTrainer:
     for name in ("tp_size", "ep_size", "fsdp_size", "tp_plan"):
         if name in own:
             raise ConfigError(f"{path}: {name}: is transformers'; DeepSpeed's are tensor_parallel and expert_parallel")
-    return DeepSpeedTrainer(model_folder(path, settings), own, plan)
+    return DeepSpeedTrainer(model_folder(path, settings), own, _filled(plan, arguments), left_out_of(arguments))
+
+
+def left_out_of(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return which TrainingArguments are not checked, with the reason."""
+    filled, reason = [name for names, _ in _AUTO.values() for name in names], "DeepSpeed's engine runs in a plain loop"
+    found = {}
+    for name, value in arguments.items():
+        if value and name not in filled and not OF_NO_MATTER.fullmatch(name):
+            found[name] = LEFT_OUT.get(name, reason)
+    return found
 
 
 def usable_plan(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return what can be run of DeepSpeed's settings on gloo in fp32, and what cannot, with reasons."""
-    plan, left_out = _without_auto(given), dict[str, str]()
+    plan, left_out = dict(given), dict[str, str]()
     for name in _SET | set(_LEFT_OUT):
         if name in plan and name in _LEFT_OUT:
             left_out[name] = _LEFT_OUT[name]
@@ -107,14 +130,18 @@ def usable_plan(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
     return plan, left_out
 
 
-def _without_auto(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy without the values that Trainer would fill in."""
-    found = {}
+def _filled(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy in which "auto" is what Trainer fills in of TrainingArguments; without them it is left out."""
+    found: dict[str, Any] = {}
     for name, value in given.items():
         if isinstance(value, Mapping):
-            found[name] = _without_auto(value)
+            found[name] = _filled(value, arguments)
         elif value != "auto":
             found[name] = value
+        elif arguments and name in _AUTO:
+            names, defaults = _AUTO[name]
+            values = list(map(arguments.get, names, defaults))
+            found[name] = values if len(values) > 1 else values[0]
     return found
 
 
@@ -128,16 +155,20 @@ class DeepSpeedTrainer(TransformersTrainer):
         loss: each micro-batch weighs the same: the loss is the model's mean.
         ranks: of the model's own parallelism.
         leaves_out: what of the settings is not checked, and why.
+        plan: DeepSpeed's settings, as far as they run here.
     """
 
     loss = "micro-batches"
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], plan: Mapping[str, Any], left_out: Mapping[str, str]
+    ) -> None:
         super().__init__(folder, settings)
-        self._plan, self.leaves_out = usable_plan(plan)
+        self.plan, found = usable_plan(plan)
+        self.leaves_out |= {**left_out, **found}
         self._sizes = {}
         for axis, (section, size) in _SECTIONS.items():
-            asked = self._plan.get(section, {})
+            asked = self.plan.get(section, {})
             if asked.get("enabled", True) and asked.get(size, 1) > 1:
                 self._sizes[axis] = asked[size] = min(_LARGEST, asked[size])
         self.ranks = max(self._sizes.values(), default=1)
@@ -172,7 +203,7 @@ class DeepSpeedTrainer(TransformersTrainer):
             importlib.reload(module)
         # Collectives of gloo: DeepSpeed's own, in shared memory, would be compiled first.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        plan = dict(self._plan)
+        plan = dict(self.plan)
         if dist.get_world_size() == 1:
             for section, _ in _SECTIONS.values():
                 plan.pop(section, None)
@@ -203,6 +234,7 @@ class DeepSpeedTrainer(TransformersTrainer):
 
         self._step = self._end_of_pass(self._parts(safe_get_full_grad))
         self._step["loss"] = float(total) / len(batch) / dist.get_world_size()
+        self._step["token_loss"] /= len(batch) * self.place().get("dp", (0, 1))[1]
         return self._step
 
     def update(self) -> float | None:
@@ -239,7 +271,8 @@ class DeepSpeedTrainer(TransformersTrainer):
         """Return what is read of each weight, with transformers' names and as its part of the whole."""
         values = {}
         for name, weight in self._model.named_parameters():
-            values[name] = read(weight)
+            if weight.requires_grad:
+                values[name] = read(weight)
         found = []
         for name, value in values.items():
             kind = name.partition(".experts.")[2]
