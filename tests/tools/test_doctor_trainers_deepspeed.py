@@ -7,11 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
+import torch.distributed as dist
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.engine.patching import replaced
 from megatron_moe_tools.doctor.trainers import deepspeed_target, rank
 from tests.helpers import beside
+from tests.helpers.gloo_pool import GlooPool
+from tests.helpers.ranks import RankParent
 from tests.helpers.rows import rows
 from tests.tools.test_doctor_trainers_ranks import checked, fork_ranks
 from tests.tools.test_doctor_trainers_transformers import KINDS, SIZES
@@ -27,11 +30,32 @@ def run_into(argument: dict[str, Any]) -> str:
         return rank.run_into(argument)
 
 
+class Pools:
+    """A pool for each number of ranks: DeepSpeed numbers the weights of a process, and ranks have to agree."""
+
+    def __init__(self, parent: RankParent) -> None:
+        self._pools = {ranks: GlooPool(parent) for ranks in (1, 2)}
+
+    def run_within(self, seconds: float, ranks: int, *given: Any, **named: Any) -> list[Any]:
+        return self._pools[ranks].run_within(seconds, ranks, *given, **named)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="module")
+def pools(rank_parent):
+    found = Pools(rank_parent)
+    yield found
+    found.close()
+
+
 @pytest.fixture(autouse=True)
-def with_deepspeed(gloo, tmp_path, monkeypatch):
+def with_deepspeed(pools, tmp_path, monkeypatch):
     """Let the doctor and its ranks find DeepSpeed."""
     monkeypatch.syspath_prepend(beside.FOLDER)
-    fork_ranks(monkeypatch, gloo, tmp_path, run_into)
+    fork_ranks(monkeypatch, pools, tmp_path, run_into)
 
 
 def found_in(kind: str, settings: dict[str, Any], folder: Any, *names: str) -> tuple[set[str], dict[str, Any]]:
@@ -103,7 +127,10 @@ def without_communication(module: str, owner: str, name: str) -> AbstractContext
 
 
 def gradients_summed() -> AbstractContextManager[None]:
-    return around("engine", "DeepSpeedEngine", "allreduce_bucket", lambda old, *a, **k: old(*a, **k).mul_(2))
+    def new(old: Any, *given: Any, **named: Any) -> Any:
+        return old(*given, **named).mul_(dist.get_world_size())
+
+    return around("engine", "DeepSpeedEngine", "allreduce_bucket", new)
 
 
 def moments_not_loaded() -> AbstractContextManager[None]:
@@ -114,13 +141,16 @@ def moments_not_loaded() -> AbstractContextManager[None]:
 
 
 def micro_batches_not_scaled() -> AbstractContextManager[None]:
-    return around("engine", "DeepSpeedEngine", "_scale_loss_by_gas", lambda _, engine, loss, **__: loss)
+    def new(old: Any, *given: Any) -> Any:
+        return old(*given, scale_wrt_gas=False)
+
+    return around("engine", "DeepSpeedEngine", "backward", new)
 
 
 STAGE_2 = ("zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
 STAGE_3 = ("zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
 PLANTED = {
-    "gradients summed": Planted(gradients_summed, zero(0), "layout", "x DP"),
+    "gradients summed": Planted(gradients_summed, zero(0), "layout", "2 times as large: DP"),
     "not averaged over the ranks": Planted(
         lambda: without_communication("engine", "DeepSpeedEngine", "allreduce_bucket"), zero(0), "layout", "own"
     ),
@@ -135,7 +165,7 @@ PLANTED = {
         zero(1), "layout", "gathered",
     ),
     "moments not loaded": Planted(moments_not_loaded, zero(1), "resume", "not restored"),
-    "micro-batches not scaled": Planted(micro_batches_not_scaled, zero(2), "micro-batches", "alike"),
+    "micro-batches not scaled": Planted(micro_batches_not_scaled, zero(2), "micro-batches", "scaled"),
     "nothing planted: 0.19.8 divides once too often if gradient_predivide_factor is the number of ranks": Planted(
         nullcontext, {**zero(3, reduce_scatter=False), "gradient_predivide_factor": 2.0}, "layout", "1 / DP"
     ),

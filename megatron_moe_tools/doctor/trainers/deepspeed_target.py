@@ -244,14 +244,14 @@ class DeepSpeedTrainer(TransformersTrainer):
         return None if norm is None else float(norm)
 
     def named_weights(self) -> Iterable[tuple[str, Any]]:
-        """Yield the weights, the optimizer's where it has its own."""
+        """Yield the weights that the model computes with."""
         if self._engine is None:
             return super().named_weights()
-        from deepspeed.utils import safe_get_full_fp32_param
+        from deepspeed.runtime.zero import GatheredParameters
 
         def read(weight: nn.Parameter) -> Tensor:
-            own = safe_get_full_fp32_param(weight)
-            return weight.detach() if own is None else own
+            with GatheredParameters([weight]):  # of ZeRO 3; others are there
+                return weight.detach().clone()
 
         return self._parts(read)
 
