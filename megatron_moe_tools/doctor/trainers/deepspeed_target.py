@@ -29,6 +29,7 @@ from megatron_moe_tools.doctor.trainers.transformers_target import (
     OWN,
     TransformersTrainer,
     model_folder,
+    read_arguments,
     read_mapping,
 )
 
@@ -89,6 +90,7 @@ def load(path: Path) -> DeepSpeedTrainer:
     if given is None:
         arguments = {}
     else:
+        read_arguments(path)
         plan = given if isinstance(given, dict) else read_mapping(path.parent / str(given), "DeepSpeed's keys")
     known = {key.partition(".")[0] for key in (*tables().known, *tables().mappings, *tables().aliases)}
     for name in sorted(set(plan) - known):
@@ -118,6 +120,8 @@ def usable_plan(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
             left_out[name] = _LEFT_OUT[name]
         plan.pop(name, None)
     zero = plan.get("zero_optimization", {})
+    if isinstance(zero, bool):  # the first form of the setting
+        plan["zero_optimization"] = zero = {"stage": int(zero)}
     for name, reason in _ZERO_LEFT_OUT.items():
         if zero.pop(name, None):
             left_out[name] = reason

@@ -123,7 +123,7 @@ def load(path: Path) -> TransformersTrainer:
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("--target transformers: transformers is not installed; pip install transformers")
-    settings = {"model_name_or_path": str(path.resolve())} if path.is_dir() else _read(path)
+    settings = {"model_name_or_path": str(path.resolve())} if path.is_dir() else read_arguments(path)
     folder = model_folder(path, settings)
     if importlib.util.find_spec("accelerate") is None:
         raise ConfigError("--target transformers: needs accelerate; pip install accelerate")
@@ -139,7 +139,12 @@ def load(path: Path) -> TransformersTrainer:
     return trainer
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_arguments(path: Path) -> dict[str, Any]:
+    """Return TrainingArguments and what there is beside them.
+
+    Raises:
+        ConfigError: it is neither YAML nor JSON, or has a name that is unknown.
+    """
     settings = read_mapping(path, "TrainingArguments and model_name_or_path")
     from transformers import TrainingArguments
 
