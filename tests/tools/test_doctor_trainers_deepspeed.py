@@ -197,6 +197,7 @@ def test_what_trainer_fills_in_is_filled_in_and_the_rest_is_named(tmp_path):
     ("settings", "error"),
     [
         ({"tp_size": 2}, "tp_size: is transformers'"),
+        ({"deepspeed": "plan.json", "learning_rates": 1}, "learning_rates: not of TrainingArguments"),
         (
             {"zero_optimisation": {"stage": 1}},
             "zero_optimisation: no key of .*; did you mean zero_optimization",
