@@ -453,7 +453,10 @@ def test_a_defect_of_the_engine_is_found_in_the_releases_that_have_it(gloo: Gloo
         assert any(cause in text for text in found[check][1:]), found
 
 
-@pytest.mark.test_all
+@pytest.mark.test_all(
+    instead="tests/tools/test_doctor_trainers_megatron.py::"
+    "test_a_defect_of_the_engine_is_found_in_the_releases_that_have_it"
+)
 def test_attention_sinks_are_left_out_of_the_engines_norm(gloo: GlooPool) -> None:
     found = wrong(findings(gloo, f"{SP} --softmax-type learnable", 2, only="layout"))
     assert found["layout"][0].startswith("gradient norm, step 1")
