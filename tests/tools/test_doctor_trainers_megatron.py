@@ -482,11 +482,22 @@ def test_a_launch_script_is_read_and_its_layout_cut_to_two(tmp_path: Path) -> No
     assert "grouped GEMM" in trainer.leaves_out
 
 
+def test_what_needs_cuda_is_left_out_and_stages_where_ranks_are_too_many() -> None:
+    trainer = trainer_of(
+        f"{SP} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex"
+        " --moe-enable-deepep --moe-router-dtype fp32 --moe-grouped-gemm --overlap-moe-expert-parallel-comm --bf16"
+        " --recompute-granularity selective --recompute-modules moe_act core_attn"
+    )
+    assert trainer.ranks == 4
+    wanted = {"pipeline stages", "dispatcher flex", "--overlap-moe-expert-parallel-comm", "--recompute-modules moe_act"}
+    assert wanted <= trainer.leaves_out.keys()
+
+
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
         ("--use-torch-fsdp2 --no-gradient-accumulation-fusion", "--use-torch-fsdp2: is not checked"),
-        (f"{SP} --pipeline-model-parallel-size 2 --expert-model-parallel-size 2", "takes 8 ranks"),
+        ("--moe-router-topk 1", "megatron-core refuses the flags: .*pre-softmax when topk is 1"),
     ],
 )
 def test_what_cannot_be_checked_is_refused(flags: str, error: str) -> None:

@@ -67,9 +67,16 @@ MOST_RANKS = 4
 _RENAMED = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}
 _OWN_WAY = frozenset(
     "activation_func attention_backend moe_layer_freq moe_router_load_balancing_type moe_aux_loss_coeff"
-    " moe_enable_routing_replay recompute_modules transformer_impl window_size window_attn_skip_freq".split()
+    " moe_enable_routing_replay recompute_modules transformer_impl window_size window_attn_skip_freq"
+    " moe_enable_deepep moe_flex_dispatcher_backend cross_entropy_loss_fusion cross_entropy_fusion_impl".split()
 )
-"""Fields of a run that have another meaning or type in the engine's configuration."""
+"""Fields of a run that have another meaning or type in the engine's configuration, or change no number."""
+_NEEDS_CUDA = frozenset(
+    "overlap_moe_expert_parallel_comm delay_wgrad_compute cuda_graph_impl cuda_graph_scope"
+    " fine_grained_activation_offloading offload_modules".split()
+)
+_RECOMPUTED_ALONE = ("core_attn", "mlp", "moe", "shared_experts")
+"""Of --recompute-modules, those that need neither grouped GEMM nor Transformer Engine."""
 _DISPATCHERS = ("allgather", "alltoall")
 _SINKS = "softmax_offset"
 """A core attention's weight [heads], drawn at random by the engine, and cut along TP as heads are."""
@@ -81,30 +88,20 @@ _REFUSED = {
 
 
 def reduced_layout(run: Run) -> dict[str, int]:
-    """Return the sizes of the run's axes, each at most 2."""
+    """Return the sizes of the run's axes, each at most 2; one stage where the ranks would be too many."""
     parallel, etp = run.parallel, run.derived.expert_tensor_parallel_size
-    return {
+    layout = {
         "tp": min(parallel.tensor_model_parallel_size, 2),
         "pp": min(parallel.pipeline_model_parallel_size, 2),
         "ep": min(parallel.expert_model_parallel_size, 2),
         "etp": min(etp, 2),
     }
+    return layout if ranks_of(layout) <= MOST_RANKS else layout | {"pp": 1}
 
 
 def ranks_of(layout: dict[str, int]) -> int:
-    """Return the ranks that the layout takes at least.
-
-    Raises:
-        ConfigError: there are more than are started.
-    """
-    ranks = layout["pp"] * math.lcm(layout["tp"], layout["ep"] * layout["etp"])
-    if ranks > MOST_RANKS:
-        sizes = " ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
-        raise ConfigError(
-            f"the layout cut to {sizes} takes {ranks} ranks; at most {MOST_RANKS} are started: check "
-            "--pipeline-model-parallel-size 1, or --expert-tensor-parallel-size 1, and the rest for itself"
-        )
-    return ranks
+    """Return the ranks that the layout takes at least."""
+    return layout["pp"] * math.lcm(layout["tp"], layout["ep"] * layout["etp"])
 
 
 def left_out(run: Run) -> dict[str, str]:
@@ -134,6 +131,10 @@ def left_out(run: Run) -> dict[str, str]:
             run.parallel.sequence_parallel,
             "norms without Transformer Engine set none",
         ),
+        "pipeline stages": (
+            run.parallel.pipeline_model_parallel_size > reduced_layout(run)["pp"] == 1,
+            f"with TP, EP and ETP more than {MOST_RANKS} ranks; check them with --expert-tensor-parallel-size 1",
+        ),
         "virtual pipeline stages": (run.derived.virtual_pipeline_size is not None, "each rank has one stage"),
         f"optimizer {optimizer}": (optimizer != "adam", "Adam steps in its place"),
         "windows of attention": (
@@ -147,6 +148,12 @@ def left_out(run: Run) -> dict[str, str]:
     for name, (is_given, reason) in others.items():
         if is_given:
             found[name] = reason
+    for name in sorted(_NEEDS_CUDA & given.keys()):
+        if given[name] != defaults[name]:
+            found[f"--{name.replace('_', '-')}"] = "needs CUDA"
+    for name in run.training.recompute_modules or ():
+        if name not in _RECOMPUTED_ALONE:
+            found[f"--recompute-modules {name}"] = "needs grouped GEMM or Transformer Engine"
     return found
 
 
@@ -166,7 +173,7 @@ def config_fields(run: Run, copy: Run, layout: dict[str, int], plain: bool) -> d
     found: dict[str, Any] = {}
     for name, value in flatten(copy).items():
         engine_name = _RENAMED.get(name, name)
-        if engine_name in known and value is not None and name not in _OWN_WAY:
+        if engine_name in known and value is not None and name not in _OWN_WAY | _NEEDS_CUDA:
             found[engine_name] = value
     derived, model, moe = copy.derived, copy.model, run.moe
     found |= {
@@ -189,7 +196,7 @@ def config_fields(run: Run, copy: Run, layout: dict[str, int], plain: bool) -> d
         "deallocate_pipeline_outputs": False,  # gloo may still read them
     }
     if run.training.recompute_modules is not None:
-        found["recompute_modules"] = list(run.training.recompute_modules)
+        found["recompute_modules"] = list(filter(_RECOMPUTED_ALONE.__contains__, run.training.recompute_modules))
     if plain:
         found["recompute_granularity"] = found["recompute_method"] = found["recompute_num_layers"] = None
     if moe.num_experts is None:
@@ -257,6 +264,14 @@ class MegatronTrainer:
             self.loss = "tokens"
         self.packed = run.data.reset_attention_mask
         self._seen: dict[str, Tensor] = {}
+        try:
+            self._engine_config(parallel=True)
+        except (ValueError, AssertionError) as error:
+            raise ConfigError(f"megatron-core refuses the flags: {error}") from error
+
+    def _engine_config(self, parallel: bool) -> TransformerConfig:
+        layout = self._layout if parallel else dict.fromkeys(self._layout, 1)
+        return config_class(self._copy)(**config_fields(self._run, self._copy, layout, plain=not parallel))
 
     def build(self, rank: int, world: int) -> None:
         """Build the engine's model and optimizer with weights that depend on their names alone."""
@@ -274,7 +289,7 @@ class MegatronTrainer:
         model_parallel_cuda_manual_seed(1)
         sharded = parallel and self._run.derived.zero_stage > 0
         overlap = parallel and self._run.parallel.overlap_grad_reduce
-        self._config = config_class(self._copy)(**config_fields(self._run, self._copy, layout, plain=not parallel))
+        self._config = self._engine_config(parallel)
         self._tied = not self._copy.model.untie_embeddings_and_output_weights
         with its_own_layers_run():
             model = self._model()
