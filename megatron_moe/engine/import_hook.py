@@ -392,8 +392,10 @@ def its_own_layers_run() -> Iterator[None]:
     torch's norm refuses sequence parallelism (transformer/torch_norm.py), and does not mark its weight for the sum over
     TP ranks as Transformer Engine's does. gloo exchanges no parts of different sizes (tensor_parallel/mappings.py).
     Latent attention tells its core the sizes of keys and values, which only Transformer Engine's takes; values have the
-    size that the core expects, `kv_channels`. Release 0.16.1 takes Transformer Engine for present there.
+    size that the core expects, `kv_channels`. Its whole projections are not found without Transformer Engine, which
+    release 0.16.1 takes for present there.
     """
+    from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.tensor_parallel import mappings
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -409,7 +411,7 @@ def its_own_layers_run() -> Iterator[None]:
         replaced([WrappedTorchNorm], __new__=_marked_norm),
         replaced([mappings], **parts),
         replaced([DotProductAttention], __init__=core),
-        replaced([multi_latent_attention], HAVE_TE=False),
+        replaced([multi_latent_attention], HAVE_TE=False, Linear=Linear),
     ):
         yield
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.engine.defects import engine_version, known_defects
 from megatron_moe.engine.patching import replaced
-from megatron_moe_tools import compat
 from megatron_moe_tools.doctor.trainers import checks, rank
 from megatron_moe_tools.doctor.trainers import megatron_core_target as target
 from megatron_moe_tools.doctor.trainers.megatron_core_target import MegatronTrainer
@@ -34,7 +33,7 @@ from tests.helpers.gloo_pool import CaseFailed, GlooPool
 from tests.helpers.rows import rows
 
 MODEL = (
-    "--defaults megatron --num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 8 --swiglu"
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 8 --swiglu"
     " --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --seq-length 64"
     " --max-position-embeddings 64 --micro-batch-size 1 --lr 1e-3 --untie-embeddings-and-output-weights"
 )
@@ -49,7 +48,7 @@ def trainer_of(flags: str) -> MegatronTrainer:
     for mark, flag in (("TIED", "--untie-embeddings-and-output-weights"), ("DENSE", "--num-experts 8")):
         if mark in words:
             words = " ".join(word for word in words if word != mark).replace(f" {flag}", "").split()
-    return MegatronTrainer(compat.parse(words))
+    return target.trainer_of(words)
 
 
 def record(flags: str, case: Case, plant: str, folder: str) -> dict[str, Any]:
@@ -418,6 +417,7 @@ SOUND = {
     "DP2, loss per token": (f"{PER_TOKEN}", 2),
     "EP2, groups": (f"{EP} --moe-router-num-groups 4 --moe-router-group-topk 2", 2),
     "EP2, capacity": (f"{EP} {CAPACITY}", 2),
+    "TP2, latent attention": (f"{SP} {LATENT}", 2),
     "EP2, latent attention": (f"{EP} {BIAS} {LATENT} --moe-router-load-balancing-type none", 2),
     "PP2, latent attention, a depth more": (f"--pipeline-model-parallel-size 2 {LATENT} {DEPTH}", 2),
     "EP2, a depth more, aux loss": (f"{EP} {DEPTH} {SEQUENCE}", 2),
@@ -425,7 +425,7 @@ SOUND = {
     "DP2, recomputed": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 2),
 }
 DEFECTS = {
-    "S2": (f"{SP} {LATENT}", "layout", "the backward pass is not"),
+    "S2": (f"{SP} {LATENT} --transformer-impl local", "layout", "the backward pass is not"),
     "N11": (f"--tensor-model-parallel-size 2 {LATENT} DENSE", "layout", "over the wrong group"),
     "S5": (f"{SP} --expert-tensor-parallel-size 1", "layout", "each rank keeps its own"),
     "E7": (f"{SP} {SEQUENCE} {PER_TOKEN}", "layout", "an auxiliary loss"),
@@ -473,7 +473,7 @@ def test_a_planted_error_is_found_and_its_cause_is_named(gloo: GlooPool, tmp_pat
 def test_a_launch_script_is_read_and_its_layout_cut_to_two(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(
-        "TP=4\ntorchrun --nproc-per-node 8 pretrain_gpt.py " + MODEL.removeprefix("--defaults megatron ") + " "
+        "TP=4\ntorchrun --nproc-per-node 8 pretrain_gpt.py " + MODEL + " "
         "--tensor-model-parallel-size $TP --sequence-parallel --expert-model-parallel-size 8 --bf16\n"
     )
     trainer = target.load(script)

@@ -24,6 +24,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
@@ -241,7 +242,13 @@ def load(path: Path) -> MegatronTrainer:
         argv = ["--config", str(path)]
     if not argv:
         raise ConfigError(f"{path}: has no command of a .py program with flags, and no flags")
-    return MegatronTrainer(compat.parse(["--defaults", "megatron", *argv]))
+    return trainer_of(argv)
+
+
+def trainer_of(argv: Sequence[str]) -> MegatronTrainer:
+    """Return the trainer of a command's flags. Without --transformer-impl Megatron-LM uses Transformer Engine."""
+    at = argv.index("--transformer-impl") + 1 if "--transformer-impl" in argv else 0
+    return MegatronTrainer(compat.parse(["--defaults", "megatron", *argv]), is_local=at > 0 and argv[at] == "local")
 
 
 class MegatronTrainer:
@@ -250,12 +257,16 @@ class MegatronTrainer:
     Attributes:
         ranks: the layout's ranks.
         leaves_out: what is not checked, and why.
+
+    Args:
+        run: what is trained.
+        is_local: whether it is trained without Transformer Engine.
     """
 
     vocabulary = Sizes.vocabulary
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._copy = run, small_copy(run)
+    def __init__(self, run: Run, is_local: bool = False) -> None:
+        self._run, self._copy, self._is_local = run, small_copy(run), is_local
         self._layout = reduced_layout(run)
         self.ranks = ranks_of(self._layout)
         self.leaves_out = left_out(run)
@@ -316,6 +327,11 @@ class MegatronTrainer:
     def _model(self) -> GPTModel:
         model = self._copy.model
         spec = get_gpt_decoder_block_spec(self._config, use_transformer_engine=False, normalization=model.normalization)
+        if model.multi_latent_attention and not self._is_local:
+            # Transformer Engine's down projections are whole on each rank, the local spec's are cut.
+            for layer in spec.layer_specs:
+                attention = layer.submodules.self_attention.submodules
+                attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
         depths = None
         if self._config.mtp_num_layers and parallel_state.is_pipeline_last_stage():
             depths = get_gpt_mtp_block_spec(self._config, spec, use_transformer_engine=False)
