@@ -168,7 +168,7 @@ REFUSED = {
     "attention that the model lacks": (
         {"attn_implementation": "sdpa", "kind": "gpt_oss"}, "this model or layout: GptOssForCausalLM",
     ),
-    "DeepSpeed": ({"deepspeed": "zero2.json"}, "DeepSpeed is not checked"),
+    "DeepSpeed": ({"deepspeed": "zero2.json"}, "checked by --target deepspeed"),
     "a layout of accelerate's": ({"parallelism_config": {"tp_size": 2}}, "Use tp_size, ep_size or fsdp_size"),
     "the old name of ep_size": ({"enable_expert_parallel": True, "tp_size": 2}, "Use ep_size"),
     "random choices": ({"kind": "phimoe"}, "its routers sample experts at random"),
