@@ -145,7 +145,9 @@ def _filled(given: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str,
         elif arguments and name in _AUTO:
             names, defaults = _AUTO[name]
             values = list(map(arguments.get, names, defaults))
-            found[name] = values if len(values) > 1 else values[0]
+            found[name] = values
+            if len(values) == 1:
+                (found[name],) = values
     return found
 
 

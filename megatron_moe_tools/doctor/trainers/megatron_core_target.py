@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,9 @@ def reduced_layout(run: Run) -> dict[str, int]:
         "ep": min(parallel.expert_model_parallel_size, 2),
         "etp": min(etp, 2),
     }
-    return layout if ranks_of(layout) <= MOST_RANKS else layout | {"pp": 1}
+    if ranks_of(layout) > MOST_RANKS:
+        layout["pp"] = 1
+    return layout
 
 
 def ranks_of(layout: dict[str, int]) -> int:
@@ -160,7 +163,9 @@ def left_out(run: Run) -> dict[str, str]:
 
 def config_class(run: Run) -> type[TransformerConfig]:
     """Return the class of the engine's configuration."""
-    return MLATransformerConfig if run.model.multi_latent_attention else TransformerConfig
+    if run.model.multi_latent_attention:
+        return MLATransformerConfig
+    return TransformerConfig
 
 
 def config_fields(run: Run, copy: Run, layout: dict[str, int], plain: bool) -> dict[str, Any]:
@@ -247,8 +252,8 @@ def load(path: Path) -> MegatronTrainer:
 
 def trainer_of(argv: Sequence[str]) -> MegatronTrainer:
     """Return the trainer of a command's flags. Without --transformer-impl Megatron-LM uses Transformer Engine."""
-    at = argv.index("--transformer-impl") + 1 if "--transformer-impl" in argv else 0
-    return MegatronTrainer(compat.parse(["--defaults", "megatron", *argv]), is_local=at > 0 and argv[at] == "local")
+    is_local = ("--transformer-impl", "local") in pairwise(argv)
+    return MegatronTrainer(compat.parse(["--defaults", "megatron", *argv]), is_local)
 
 
 class MegatronTrainer:
