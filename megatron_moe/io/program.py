@@ -22,11 +22,14 @@ SECONDS_FOR_RANK_0 = 20.0
 
 
 class StoppedEarly(SystemExit):
-    """A signal that asks for a checkpoint came before the first step: the process ends with DONE, nothing is saved."""
+    """A run was asked to save and stop before its first step: the process ends with DONE, nothing is saved.
 
-    def __init__(self, signal_name: str) -> None:
+    reason: what asked, such as "by SIGTERM".
+    """
+
+    def __init__(self, reason: str) -> None:
         super().__init__(DONE)
-        self.signal_name = signal_name
+        self.reason = reason
 
 
 def run_program(

@@ -239,7 +239,7 @@ class Reporter:
         if isinstance(error, KeyboardInterrupt):
             ending = "stopped by SIGINT"
         elif isinstance(error, StoppedEarly):
-            ending = f"stopped by {error.signal_name}"
+            ending = f"stopped {error.reason}"
         else:
             ending = f"failed: {text.splitlines()[0]}"
         if isinstance(error, Exception) and not isinstance(error, ConfigError):

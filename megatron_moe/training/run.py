@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -42,7 +41,7 @@ from megatron_moe.training.loop import train
 from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
 from megatron_moe.training.program import ProgramParts
 from megatron_moe.training.routes import Routes
-from megatron_moe.training.signals import StopSignals, signal_name
+from megatron_moe.training.signals import StopSignals
 from megatron_moe.training.start_notes import report_start
 from megatron_moe.training.trainer import Trainer
 from megatron_moe.training.watchdog import Leave
@@ -76,12 +75,11 @@ def pretrain(
         ConfigError: a mistake in flags, data or folders, found before anything is allocated and equal on all ranks.
         RunFault: the run cannot go on, which all ranks have agreed on.
         KeyboardInterrupt: Ctrl-C.
-        StoppedEarly: with `--exit-signal-handler`, SIGTERM or SIGUSR1 before the first step.
+        StoppedEarly: SIGTERM or SIGUSR1 with `--exit-signal-handler`, or the time limit, before the first step.
     """
-    # What cannot work by the flags alone is refused first.
     parts = parts or ProgramParts()
     _, world_size = launched_world()
-    rules.check(run, world_size)
+    rules.check(run, world_size)  # what cannot work by the flags alone is refused first
     parts.check(run)
     if run.precision.audit_precision and audit is None:
         raise ConfigError(
@@ -89,27 +87,28 @@ def pretrain(
             "hand in audit=megatron_moe_tools.audit.step.auditing, or leave the flag out"
         )
     platform.backend(run.parallel.distributed_backend)
-    require_profiler(run, has_gpu=platform.has_cuda())
     if run.precision.fp8_format is not None:
         fp8_form()  # refuses a device without these products
     if run.training.deterministic_mode:
         env_vars.deterministic_environment()
-    planned = plan_run(run, world_size)
-    parts.check_resume(run, planned.start_from)
-    if run.logging.dry_run:
-        _say("\n".join([*planned.notes, "dry run: the configuration is sound"]))
-        return {}
-    _quiet_engine()
     clean = False
-    with StopSignals(save=run.training.exit_signal_handler) as stop:
+    asked = run.training
+    with StopSignals(save=asked.exit_signal_handler, limit_minutes=asked.exit_duration_in_mins) as stop:
         stop.before_end = _say_end
         try:
+            require_profiler(run, has_gpu=platform.has_cuda())
+            planned = plan_run(run, world_size)
+            parts.check_resume(run, planned.start_from)
+            if run.logging.dry_run:
+                _say("\n".join([*planned.notes, "dry run: the configuration is sound"]))
+                return {}
+            _quiet_engine()
             leave: Leave | None = None
             outlasting: AbstractContextManager[None] = nullcontext()
             if not ends_process:
                 leave = partial(_leave, stop)
-                if world_size > 1:
-                    outlasting = stop.outlasting_launcher()
+            if not ends_process and world_size > 1:
+                outlasting = stop.outlasting_launcher()
             with ExitStack() as resources, outlasting:
                 trainer = build_trainer(planned, resources, also, stage, page_sink, parts, leave)
                 report_start(trainer)
@@ -144,7 +143,7 @@ def pretrain(
             clean = True
             return summary
         except StoppedEarly as early:
-            _say(f"stopped by {early.signal_name} before the first step: there is nothing to save")
+            _say(f"stopped {early.reason} before the first step: there is nothing to save")
             raise
         finally:
             groups.destroy(abort=not clean)
@@ -166,10 +165,10 @@ def _say(text: str) -> None:
         say(text)
 
 
-def _say_end(number: int, when: str = "before the first step") -> None:
-    """Say, before a signal ends this process at once, which one it is."""
-    if number != signal.SIGINT:  # whose end the program says
-        _say(f"stopped by {signal_name(number)} {when}")
+def _say_end(reason: str, when: str = "before the first step") -> None:
+    """Say, before this process is ended at once, what ends it."""
+    if reason != "by SIGINT":  # whose end the program says
+        _say(f"stopped {reason} {when}")
 
 
 def _leave(stop: StopSignals, fault: RunFault, last_words: Callable[[], None]) -> None:
@@ -178,17 +177,17 @@ def _leave(stop: StopSignals, fault: RunFault, last_words: Callable[[], None]) -
     groups.abort_collectives()
 
 
-def _before_end(trainer: Trainer, number: int) -> None:
-    """Report why, and what is saved, before a signal that does not save ends this process at once."""
-    if trainer.watchdog is not None and number == signal.SIGTERM and trainer.watchdog.report_before_end():
+def _before_end(trainer: Trainer, reason: str) -> None:
+    """Report why, and what is saved, before what does not save ends this process at once."""
+    if trainer.watchdog is not None and reason == "by SIGTERM" and trainer.watchdog.report_before_end():
         return
-    trainer.reporter.on_abort(f"stopped by {signal_name(number)}")
+    trainer.reporter.on_abort(f"stopped {reason}")
     kept = "no checkpoint was saved"
     if trainer.saver is not None and trainer.saver.latest is not None:
         kept = f"the last checkpoint is {trainer.saver.latest}"
     if not trainer.run.training.exit_signal_handler:
         kept += " (--exit-signal-handler saves one first)"
-    _say_end(number, f"after iteration {trainer.progress.iteration}; {kept}")
+    _say_end(reason, f"after iteration {trainer.progress.iteration}; {kept}")
 
 
 class _ExactRecords(Sink):

@@ -1,6 +1,6 @@
 """Signals: SIGTERM and SIGUSR1 save and stop, Ctrl-C stops at once, on all ranks and with no process left behind.
 
-Before the first step there is nothing to save, and SIGTERM and SIGUSR1 stop at once as well.
+Before the first step there is nothing to save, and SIGTERM, SIGUSR1 and the time limit stop at once as well.
 
 torchrun passes the signal it got on to every rank. A rank may be inside a collective at that moment, where Python runs
 no signal handler; the wake-up pipe is written by the C handler all the same, and a thread that reads it ends the
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import socket
 import sys
@@ -33,6 +34,11 @@ SAVING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasat
 """Signals that ask for a checkpoint and the end; a launcher or Slurm sends them when time is up."""
 
 
+def time_limit(minutes: float) -> str:
+    """Return the reason of an end by `--exit-duration-in-mins`."""
+    return f"(--exit-duration-in-mins {minutes:g})"
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal, such as SIGTERM for 15."""
     return signal.Signals(number).name
@@ -46,19 +52,22 @@ class StopSignals:
         stop_signal: the number of the signal that asked for a checkpoint and the end; 0: none did.
         interrupted: whether Ctrl-C was pressed.
         loop_looks: set on all ranks at the same time: the training loop sees to signals that save.
-        before_end: called with a signal's number, from a thread, before that signal ends this process at once.
+        before_end: called with the reason, such as "by SIGTERM", from a thread, before this process is ended at once.
 
     Args:
         save: `--exit-signal-handler`: after `loop_looks` is set SIGTERM and SIGUSR1 set `stop_signal`; before, they
             raise StoppedEarly in the main thread.
         grace_seconds: how long the main thread may take to leave by itself, after Ctrl-C or StoppedEarly.
+        limit_minutes: `--exit-duration-in-mins`: StoppedEarly is raised where it passes before `loop_looks` is set,
+            and the loop looks at it from then on.
     """
 
-    def __init__(self, *, save: bool, grace_seconds: float = 2.0) -> None:
+    def __init__(self, *, save: bool, grace_seconds: float = 2.0, limit_minutes: float | None = None) -> None:
         self.started = time.monotonic()
         self.stop_signal, self.interrupted = 0, False
-        self.before_end: Callable[[int], None] = lambda _: None
-        self._save, self._grace_seconds = save, grace_seconds
+        self.before_end: Callable[[str], None] = lambda _: None
+        self._save, self._grace_seconds, self._limit_minutes = save, grace_seconds, limit_minutes
+        self._time_is_up = False
         self.loop_looks = self._leaving = False
         self._previous: dict[int, object] = {}
         self._wakeup_in, self._wakeup_out = socket.socketpair()
@@ -127,13 +136,31 @@ class StopSignals:
                 raise self._fault
             return
         # The first one counts: a second changes nothing, and does not disturb the checkpoint or the way out.
-        if not self._save or self._leaving:
+        if self._leaving or not (self._save or self._time_is_up):
             return
-        if self.loop_looks:
-            self.stop_signal = self.stop_signal or number
-        else:
+        if not self.loop_looks:
             self._leaving = True
-            raise StoppedEarly(signal_name(number))
+            raise StoppedEarly(self._reason(number))
+        if not self._time_is_up:
+            self.stop_signal = self.stop_signal or number
+
+    def _reason(self, number: int) -> str:
+        if self._time_is_up:
+            return time_limit(self._limit_minutes or 0.0)
+        return f"by {signal_name(number)}"
+
+    def _wait(self) -> bytes:
+        """Return the numbers of the signals that came, none when the run is over; send one where the time is up."""
+        if self._limit_minutes is not None and not self._time_is_up:
+            left = self.started + 60 * self._limit_minutes - time.monotonic()
+            if left <= 0 or not select.select([self._wakeup_out], [], [], left)[0]:
+                with self._leave_lock:
+                    self._time_is_up = not (self._left.is_set() or self.loop_looks)
+                    if self._time_is_up:
+                        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+                    else:
+                        self._limit_minutes = None  # the loop looks at the clock
+        return self._wakeup_out.recv(64)
 
     def _on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
         # A second one, from an impatient hand or from both terminal and launcher, must not disturb the way out.
@@ -149,27 +176,28 @@ class StopSignals:
         `before_end` is called before each.
         """
         while True:
-            numbers = self._wakeup_out.recv(64)
+            numbers = self._wait()
             if not numbers:  # the other end was closed: the run is over
                 self._wakeup_out.close()
                 return
             if signal.SIGINT in numbers and not self._left.wait(self._grace_seconds):
-                self.before_end(signal.SIGINT)
+                self.before_end(self._reason(signal.SIGINT))
                 end_interrupted()
             if self._fault is not None and not self._left.wait(LEAVE_SECONDS):
                 self._last_words()
                 os._exit(FAILED)
             for number in SAVING:
-                if number not in numbers or self._fault is not None or (self._save and self.loop_looks):
+                looks_later = self.loop_looks and (self._save or self._time_is_up)
+                if number not in numbers or self._fault is not None or looks_later:
                     continue
-                if not self._save:
-                    self.before_end(number)
+                if not (self._save or self._time_is_up):
+                    self.before_end(self._reason(number))
                     if self._fault is not None:  # another rank's end, which the main thread raises
                         break
                     _set_c_handler(number, signal.SIG_DFL)
                     os.kill(os.getpid(), number)
                 elif not self._left.wait(self._grace_seconds) and not self.loop_looks:
-                    self.before_end(number)
+                    self.before_end(self._reason(number))
                     os._exit(DONE)
 
 

@@ -1,8 +1,9 @@
 """Real runs in which one rank dies or hangs at a given place: what the watchdog makes of them.
 
 Ranks run `pretrain_moe.main` with the fault that fault.json in the job's folder describes: {"rank", "iteration",
-"phase", "kind"} and, where the other ranks close their files slowly, "slow_close" in seconds; without it they run
-undisturbed.
+"phase", "kind"}, with "seconds" where it waits so long ("pause", and "time is up", which moves the clock of
+`--exit-duration-in-mins` as well), and "slow_close" where the other ranks close their files slowly; without the file
+they run undisturbed.
 """
 
 import contextlib
@@ -145,11 +146,52 @@ def signalled_jobs(
     return {"trials": sent, "failures": len(found), "jobs": jobs, "longest_seconds": longest, "found": found[:10]}
 
 
+PLACES = {"start": 60.0, "forward": 2.0, "eval": 2.0, "save": 5.0}
+"""Where a job is asked to stop, and the seconds that one rank waits there, at each micro-batch or once."""
+
+
+def stopped_in(launcher: Any, folder: Path, argv: list[str], world_size: int, place: str, way: str) -> list[str]:
+    """Ask a job to stop, by a signal or the clock, while the others wait for one rank; return what is wrong."""
+    folder.mkdir()
+    at = 0 if place == "start" else 3
+    fault: dict[str, Any] = {"rank": 1, "phase": place, "iteration": at, "seconds": PLACES[place]}
+    fault["kind"] = "pause" if way.startswith("SIG") else "time is up"
+    (folder / "fault.json").write_text(json.dumps(fault))
+    launcher.start(argv, world_size, folder, folder / "log.txt")
+    deadline = time.monotonic() + 120
+    while not (folder / "fault_began").exists() and launcher.wait(0.05) is None:
+        assert time.monotonic() < deadline, kills.tail(folder)
+    began = time.monotonic()
+    if way.startswith("SIG"):
+        for pid in launcher.ranks():
+            os.kill(pid, getattr(signal, way))
+    status = launcher.wait(30)  # a launcher kills then
+    seconds, said = time.monotonic() - began, (folder / "log.txt").read_text(errors="replace")
+    if status is None:
+        launcher.kill(None)
+    (folder / "fault.json").unlink()
+    reached, saved = len(kills.raw_lines(folder / "metrics.jsonl")), [*(folder / "checkpoints").glob("iter_*")]
+    found = [] if status == 0 else [f"{place}, {way}: status {status} after {seconds:.1f} s: {said[-500:]}"]
+    if reached != (0 if place == "start" else 3) or [path.name for path in saved][-1:] != ["iter_0000003"][:reached]:
+        found.append(f"{place}, {way}: reached {reached}, saved {saved}")
+    reason = f"by {way}" if way.startswith("SIG") else "(--exit-duration-in-mins"
+    if f"{reason}" not in said:
+        found.append(f"{place}, {way}: said {said[-500:]}")
+    print(f"{place}, {way}: {seconds:.1f} s")
+    return found
+
+
 # ---- in the ranks
 
 
-def _act(kind: str) -> None:
+def _act(fault: dict[str, Any]) -> None:
     Path("fault_began").write_text(str(time.time()))
+    kind = fault["kind"]
+    if kind == "time is up":
+        fault["stop"].started -= 24 * 3600
+    if kind in ("pause", "time is up"):
+        time.sleep(fault["seconds"])
+        return
     if kind == "exception":
         raise ValueError("a fault of the test")
     if kind == "exit":
@@ -164,10 +206,18 @@ def _install(fault: dict[str, Any]) -> None:
     """Change the functions of the phase; the iteration is that of the step that runs."""
     from megatron_moe.checkpoint import folder as checkpoint_folder
     from megatron_moe.checkpoint import save as save_file
-    from megatron_moe.training import evaluate, step, step_sums
+    from megatron_moe.training import build, evaluate, step, step_sums
+    from megatron_moe.training.signals import StopSignals
     from megatron_moe.training.trainer import Trainer
 
     kind, phase, now = fault["kind"], fault["phase"], {"iteration": 0}
+    listen = StopSignals.__enter__
+
+    def listening(self: StopSignals) -> StopSignals:
+        fault["stop"] = self
+        return listen(self)
+
+    StopSignals.__enter__ = listening  # type: ignore[method-assign]
     tell = Trainer.at_step
 
     def counted(self: Any, mark: str) -> None:
@@ -182,13 +232,15 @@ def _install(fault: dict[str, Any]) -> None:
                 return function(*args, **kwargs)
             if instead is not None:
                 return instead(function, *args, **kwargs)
-            _act(kind)
+            _act(fault)
             return function(*args, **kwargs)
 
         return wrapped
 
     if kind in ("skipped", "wrong shape", "wrong order"):
         step_sums.sum_over_ranks = first(step_sums.sum_over_ranks, lambda *args: _odd_sum(kind, *args))
+    elif phase == "start":
+        build.build_model = first(build.build_model)
     elif phase == "forward":
         step.forward_step = first(step.forward_step)
     elif phase == "backward":
@@ -197,7 +249,7 @@ def _install(fault: dict[str, Any]) -> None:
         def with_hook(*args: Any) -> Any:
             output, loss_func = forward_step(*args)
             if now["iteration"] >= fault["iteration"] and output.requires_grad:
-                output.register_hook(lambda _: _act(kind))
+                output.register_hook(lambda _: _act(fault))
             return output, loss_func
 
         step.forward_step = with_hook
@@ -242,4 +294,7 @@ def main(argv: list[str]) -> int:
                 close(self, *args)
 
             Reporter.close = close_slowly  # type: ignore[method-assign]
-    return pretrain_moe.main(argv)
+    try:
+        return pretrain_moe.main(argv)
+    except SystemExit as ended:  # before the first step; this process goes on, as no program's does
+        return int(ended.code or 0)

@@ -105,3 +105,19 @@ def test_signals_at_random_times(forked, tmp_path, scaled, figure):
     result = broken_jobs.signalled_jobs(forked, tmp_path, argv, world_size, random.Random(12), trials)
     figure("R11", **result)
     assert result["found"] == []
+
+
+@pytest.mark.parametrize("place", broken_jobs.PLACES)
+def test_what_asks_to_stop_is_heeded_wherever_the_run_is(rank_parent, tmp_path, figure, place):
+    """Within the 30 s after which launchers kill; one rank keeps the others waiting there."""
+    launcher, (world_size, flags) = broken_jobs.Breaking(rank_parent), kills.LAYOUTS["EP2"]
+    argv, found = [*kills.flags(30, *flags, eval_interval=3), "--save-interval", "3"], []
+    argv[argv.index("--eval-iters") + 1] = "100"
+    for way, asked in {
+        "SIGTERM": ["--exit-signal-handler"],
+        "SIGUSR1": ["--exit-signal-handler"],
+        "clock": ["--exit-duration-in-mins", "0.1" if place == "start" else "60"],
+    }.items():
+        found += broken_jobs.stopped_in(launcher, tmp_path / way, [*argv, *asked], world_size, place, way)
+    figure("R11", place=place, trials=3, failures=len(found), found=found)
+    assert found == []

@@ -42,7 +42,18 @@ def test_before_the_first_step_a_signal_that_saves_ends_the_program_at_once_and_
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(60)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert (early.value.code, early.value.signal_name, stop.stop_signal) == (DONE, "SIGUSR1", False)
+    assert (early.value.code, early.value.reason, stop.stop_signal) == (DONE, "by SIGUSR1", False)
+
+
+def test_a_time_limit_ends_the_start_and_is_left_to_the_loop_afterwards():
+    with StopSignals(save=False, limit_minutes=0.005) as stop, pytest.raises(StoppedEarly) as early:
+        time.sleep(60)
+    assert (early.value.code, early.value.reason) == (DONE, "(--exit-duration-in-mins 0.005)")
+    with StopSignals(save=True, limit_minutes=0.005) as stop:
+        stop.loop_looks = True
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.stop_signal == signal.SIGUSR1
 
 
 def stopped_by(number: int) -> None:
@@ -87,7 +98,7 @@ def stuck_in_c(save: bool) -> None:
     """Locking a mutex twice stands for a collective that waits: C code that no signal brings back to Python."""
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
     with StopSignals(save=save, grace_seconds=0.3) as stop:
-        stop.before_end = lambda number: os.write(1, b"stopped by %d" % number)  # type: ignore[assignment]
+        stop.before_end = lambda reason: os.write(1, f"stopped {reason}".encode())  # type: ignore[assignment]
         libc.pthread_mutex_init(mutex, None)
         libc.pthread_mutex_lock(mutex)
         os.write(1, b"ready ")
@@ -105,4 +116,4 @@ def test_a_signal_ends_a_process_whose_main_thread_is_stuck_in_c(rank_parent, tm
     os.kill(pids[0], number)
     assert rank_parent.statuses(pids, 300.0) == [status]
     word = "pretrain_moe.py: interrupted\n" if number == signal.SIGINT else ""
-    assert log.read_text() == f"ready stopped by {number:d}{word}"
+    assert log.read_text() == f"ready stopped by {signal_name(number)}{word}"

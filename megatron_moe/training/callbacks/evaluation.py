@@ -16,7 +16,7 @@ from megatron_moe.report.records import EvalRecord
 from megatron_moe.training.callback import Callback, Step
 from megatron_moe.training.callbacks.profiler import collected
 from megatron_moe.training.evaluate import evaluate
-from megatron_moe.training.signals import StopSignals, signal_name
+from megatron_moe.training.signals import StopSignals, signal_name, time_limit
 from megatron_moe.training.step import StepResult
 from megatron_moe.training.step_sums import max_over_ranks
 from megatron_moe.training.trainer import StopReason, Trainer
@@ -65,7 +65,7 @@ def asked_to_stop(run: Run, stop: StopSignals) -> StopReason | None:
     if signal_number:
         return StopReason(f"by {signal_name(int(signal_number))}", urgent=True)
     if limit is not None and minutes >= limit:
-        return StopReason(f"(--exit-duration-in-mins {limit:g})", urgent=True)
+        return StopReason(time_limit(limit), urgent=True)
     return None
 
 
