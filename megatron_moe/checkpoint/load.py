@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import dist, folder, manifest, optimizer
+from megatron_moe.checkpoint import dist, folder, local, manifest, optimizer
 from megatron_moe.checkpoint import state as random_state
 from megatron_moe.checkpoint.errors import all_gather_object, in_rounds
 from megatron_moe.checkpoint.index import UntrustedError
@@ -133,10 +133,10 @@ def load(run: Run, source: CheckpointSource, trained: TrainState) -> Loaded:
         unread = ("optimizer.",)
     elif not goes_on:
         unread = (AVERAGE,)
-    reader = dist.opened(source.step)
+    reader = None if source.is_local else dist.opened(source.step)
     sources: dict[str, str] = {}
     changed: list[str] = []
-    if other_dtypes(run, source.config):
+    if reader is not None and other_dtypes(run, source.config):
         changed.append(_REMADE)
         sources = _sources(reader)
         unread = (*unread, *sources)
@@ -149,8 +149,12 @@ def load(run: Run, source: CheckpointSource, trained: TrainState) -> Loaded:
             shards += optimizer_shards(trained)
         if goes_on:
             shards += average_shards(trained)
-        rounded = dist.require_all(reader, shards, sources, allow_unread=unread, fp32_state=fp32_state)
-        dist.read(reader, shards, sources)
+        rounded = dict[str, torch.dtype]()
+        if reader is None:
+            local.read(source.step, shards)
+        else:
+            rounded = dist.require_all(reader, shards, sources, allow_unread=unread, fp32_state=fp32_state)
+            dist.read(reader, shards, sources)
     recorded = list(source.state.get("precision_warnings", []))
     for key, dtype in rounded.items():
         recorded.append(

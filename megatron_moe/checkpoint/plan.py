@@ -17,6 +17,9 @@ from megatron_moe.io.texts import how_to_download, is_hub_name
 
 _DTYPES = ("bf16", "fp16")
 """Settings that decide the dtypes of weights, as `keep_fp32` does."""
+_FIXED = ("model", "moe", "parallel", "precision", "optimizer", "training")
+"""Sections whose settings a local step has to share, and of `training` those that end the run, which may change."""
+_LENGTHS = ("train_iters", "train_samples", "exit_interval", "exit_duration_in_mins", "exit_signal_handler")
 _DEFAULTS = flatten(Run())
 _COUNTS = ("iteration", "consumed_samples", "skipped_iterations", "skipped_samples")
 
@@ -28,6 +31,8 @@ class CheckpointSource:
     step: Path
     config: dict[str, Any]
     state: dict[str, Any]
+    is_local: bool = False
+    """Whether it is this rank's part of a local step (`local.py`)."""
 
     @property
     def iteration(self) -> int:
@@ -242,6 +247,13 @@ def _check_restart(restart: int | None, source: CheckpointSource) -> None:
 def architecture_keys() -> list[str]:
     """Return the configuration keys that a checkpoint and the run that loads it must agree on."""
     return [name for name, field in all_fields().items() if field.is_architecture]
+
+
+def unlike(run: Run, saved: dict[str, Any]) -> list[str]:
+    """Return the settings in which the run of a local step differs from this one, and may not."""
+    current = flatten(run)
+    names = [name for name, (section, _) in fields_by_name().items() if section in _FIXED]
+    return [name for name in names if name not in _LENGTHS and saved.get(name, current[name]) != current[name]]
 
 
 def other_dtypes(run: Run, saved: dict[str, Any]) -> list[str]:

@@ -40,6 +40,7 @@ from megatron_moe.checkpoint.errors import (
 from megatron_moe.checkpoint.lock import WriterLock, acquire
 from megatron_moe.checkpoint.origin import FOLDER as ORIGIN
 from megatron_moe.checkpoint.origin import Provenance
+from megatron_moe.checkpoint.sharded import Shard
 from megatron_moe.checkpoint.state import (
     TrainingProgress,
     TrainState,
@@ -50,7 +51,7 @@ from megatron_moe.checkpoint.state import (
 )
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
-from megatron_moe.io.files import new_file, write_json
+from megatron_moe.io.files import write_bytes, write_json
 from megatron_moe.io.hashing import FileEntry
 from megatron_moe.io.texts import size_text
 from megatron_moe.model.fully_sharded import local
@@ -129,12 +130,19 @@ class CheckpointSave:
         finally:
             self.copied.set()
         written = writer.write(self.staged, self.hidden)
-        if self.random_states is not None:
-            path = random_state.path_of(self.hidden, self.rank)
-            with new_file(path) as file:
-                file.write(writer.serialized(self.random_states))
-            written.files[path.relative_to(self.hidden).as_posix()] = file.entry()
+        written.files |= self._write_random_states()
         return written
+
+    def _write_random_states(self) -> dict[str, FileEntry]:
+        if self.random_states is None:
+            return {}
+        path = random_state.path_of(self.hidden, self.rank)
+        entry = write_bytes(path, writer.serialized(self.random_states))
+        return {path.relative_to(self.hidden).as_posix(): entry}
+
+    def _write_small_files(self) -> dict[str, FileEntry]:
+        files = {name: write_json(self.hidden / name, value) for name, value in self.small_files.items()}
+        return files | self.target.origin.write(self.hidden)
 
     def exchange(self) -> None:
         """Send the entries of every rank's files to rank 0. Collective.
@@ -154,9 +162,7 @@ class CheckpointSave:
         assert self._all_written is not None, "every rank has written"
         hidden, root = self.hidden, self.target.root
         files: dict[str, FileEntry] = writer.finish(self.staged, hidden, self._all_written)
-        for name, value in self.small_files.items():
-            files[name] = write_json(hidden / name, value)
-        files |= self.target.origin.write(hidden)
+        files |= self._write_small_files()
         if self.target.lock is not None:
             self.target.lock.check()
         folder.publish(root, self.iteration, files)
@@ -173,6 +179,11 @@ class CheckpointSave:
             gathered(None, self._failure, self.reason)
         return self.step
 
+    def discard(self) -> None:
+        """Remove what is there of a step that is not saved."""
+        if self.rank == 0 and (self.target.lock is None or self.target.lock.is_held()):
+            folder.discard(self.target.root, self.iteration)
+
     def reason(self, error: OSError) -> str:
         """Return the message of an error of the system."""
         return refusal(error, self.target.root, self.num_bytes)
@@ -183,8 +194,7 @@ class CheckpointSave:
         try:
             yield
         except Exception as error:
-            if self.rank == 0 and (self.target.lock is None or self.target.lock.is_held()):
-                folder.discard(self.target.root, self.iteration)
+            self.discard()
             if isinstance(error, SaveError):
                 text = f"step {self.iteration} was not saved: {error}; earlier steps in {self.target.root} stay"
                 raise SaveError(text) from error
@@ -240,38 +250,19 @@ def begin(
     Raises:
         SaveError: on every rank, where there is no room, or a sound step of this number: it is not overwritten.
     """
-    ranks, iteration = rank_facts(), progress.iteration
-    shards, common = model_shards(trained), dict[str, Any]()
-    steady, private = changed_by_updates(run, trained), set[int]()
-    with_average = trained.average is not None and not run.checkpoint.no_save_optim
-    if not run.checkpoint.no_save_optim:
-        with optimizer.unpacked(trained.optimizer, keep=False):
-            updated = optimizer_shards(trained)
-        private = {shard.values.untyped_storage().data_ptr() for shard in updated} - steady
-        common["optimizer"] = optimizer.plain_values(trained.optimizer)
-        shards += updated
-    if with_average:
-        shards += average_shards(trained)
+    iteration, rank = progress.iteration, rank_facts().rank
+    shards, common, steady, private = collected(run, trained)
     staged = writer.stage(shards, common, buffers=memory, steady=steady, private=private)
-    about = {
-        **asdict(progress),
-        "scheduler": trained.scheduler.state_dict(),
-        "has_optimizer": not run.checkpoint.no_save_optim,
-        folder.HAS_AVERAGE: with_average,
-        "layout": layout(ranks),
-        **facts,
-    }
-    if where.origin.state is not None:
-        about[ORIGIN] = where.origin.state
+    random_states, small_files = state_facts(run, trained, progress, where, facts)
     total = torch.tensor(staged.num_bytes + where.origin.num_bytes, dtype=torch.int64, device=platform.device())
     torch.distributed.all_reduce(total)
     saving = CheckpointSave(
         where,
         iteration,
         staged,
-        None if run.checkpoint.no_save_rng else random_state.current(),
-        {folder.CONFIG: flatten(run), folder.STATE: about} if ranks.rank == 0 else {},
-        ranks.rank,
+        random_states,
+        small_files if rank == 0 else {},
+        rank,
         int(total.item()),
     )
 
@@ -283,6 +274,40 @@ def begin(
     with saving.all_or_nothing():
         on_rank_zero(make_room, saving.reason)
     return saving
+
+
+def collected(run: Run, trained: TrainState) -> tuple[list[Shard], dict[str, Any], set[int], set[int]]:
+    """Return this rank's shards, what is no tensor, and the storages that are steady and private (`writer.stage`)."""
+    shards, common = model_shards(trained), dict[str, Any]()
+    steady, private = changed_by_updates(run, trained), set[int]()
+    if run.checkpoint.no_save_optim:
+        return shards, common, steady, private
+    with optimizer.unpacked(trained.optimizer, keep=False):
+        updated = optimizer_shards(trained)
+    private = {shard.values.untyped_storage().data_ptr() for shard in updated} - steady
+    common["optimizer"] = optimizer.plain_values(trained.optimizer)
+    shards += updated
+    if trained.average is not None:
+        shards += average_shards(trained)
+    return shards, common, steady, private
+
+
+def state_facts(
+    run: Run, trained: TrainState, progress: TrainingProgress, where: SaveTarget, facts: dict[str, Any]
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return this rank's random states, and the content of a step's JSON files by name."""
+    about = {
+        **asdict(progress),
+        "scheduler": trained.scheduler.state_dict(),
+        "has_optimizer": not run.checkpoint.no_save_optim,
+        folder.HAS_AVERAGE: trained.average is not None and not run.checkpoint.no_save_optim,
+        "layout": layout(rank_facts()),
+        **facts,
+    }
+    if where.origin.state is not None:
+        about[ORIGIN] = where.origin.state
+    random_states = None if run.checkpoint.no_save_rng else random_state.current()
+    return random_states, {folder.CONFIG: flatten(run), folder.STATE: about}
 
 
 def changed_by_updates(run: Run, trained: TrainState) -> set[int]:
@@ -310,15 +335,26 @@ class Saver:
     Args:
         report: called on rank 0 with each event: its kind ("saved", "warning", "message"), its text, and facts by name.
         latest: the step that the run continues, if any.
+        begin_step: `begin`, or what begins a local step, which is always written in the background.
 
     With `--on-save-error stop`, the default, each method raises SaveError on every rank where a step could not be
-    saved; with `continue` the error is reported, and the run goes on without that step.
+    saved; with `continue`, and for a local step, the error is reported, and the run goes on without that step.
     """
 
-    def __init__(self, run: Run, target: SaveTarget, report: Callable[..., None], latest: Path | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        target: SaveTarget,
+        report: Callable[..., None],
+        latest: Path | None = None,
+        begin_step: Callable[..., CheckpointSave] = begin,
+    ) -> None:
         self._run = run
         self._target = target
         self._report = report
+        self._begin = begin_step
+        self._background = run.checkpoint.async_save or begin_step is not begin
+        self._stops = run.checkpoint.on_save_error == "stop" and begin_step is begin
         self._memory: writer.Buffers = {}
         self._pending: CheckpointSave | None = None
         self.latest = latest
@@ -336,10 +372,10 @@ class Saver:
         """
         self.finish()
         self.error = None
-        started, background = time.monotonic(), self._run.checkpoint.async_save
+        started, background = time.monotonic(), self._background
         try:
             memory = self._memory if background else None
-            saving = begin(self._run, trained, progress, self._target, facts=facts, memory=memory)
+            saving = self._begin(self._run, trained, progress, self._target, facts=facts, memory=memory)
         except SaveError as error:
             return self._failed(error)
         saving.started = started
@@ -424,7 +460,7 @@ class Saver:
 
     def _failed(self, error: SaveError) -> bool:
         self._pending, self.error = None, error
-        if self._run.checkpoint.on_save_error == "stop":
+        if self._stops:
             raise error
-        self._report("warning", f"CHECKPOINT ERROR: {error}; going on (--on-save-error continue)")
+        self._report("warning", f"CHECKPOINT ERROR: {error}; going on")
         return False

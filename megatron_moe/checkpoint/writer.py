@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
@@ -40,12 +40,12 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class Staged:
-    """The tensors of a step that one rank will write; `metadata` and `common` are on rank 0.
+    """The tensors of a step that one rank will write; `metadata` and `common` are on rank 0, or of a local step.
 
     rest: copies that are left to be made, before the training changes their sources. files: those that are written.
     """
 
-    shards: dict[MetadataIndex, Shard]
+    shards: dict[Any, Shard]
     metadata: Metadata | None
     common: bytes | None
     num_bytes: int
@@ -108,7 +108,7 @@ def stage(
     metadata = on_rank_zero(lambda: _metadata(plans or []))
     rest: list[Copy] = []
     if buffers is not None:
-        own, rest = _copied(own, buffers, steady, private)
+        own, rest = copied(own, buffers, steady, private)
     platform.synchronize()  # what is written or copied from here on is in other threads and on other streams
     # Serialized now: it holds the optimizer's own dictionaries, which the next step changes.
     is_first = torch.distributed.get_rank() == 0
@@ -132,11 +132,22 @@ def _metadata(plans: list[SavePlan]) -> Metadata:
     return planner.create_global_plan(plans)[1]
 
 
-def _copied(
-    shards: dict[MetadataIndex, Shard], buffers: Buffers, steady: Collection[int], private: Collection[int]
-) -> tuple[dict[MetadataIndex, Shard], list[Copy]]:
+def staged_alone(shards: Sequence[Shard], common: dict[str, Any], buffers: Buffers, *of: Collection[int]) -> Staged:
+    """Return copies of a rank's shards, numbered, that it writes for itself. The arguments are those of `stage`."""
+    own, rest = copied(dict(enumerate(shards)), buffers, *of)
+    platform.synchronize()
+    num_bytes = sum(shard.values.numel() * shard.dtype.itemsize for shard in shards)
+    return Staged(own, None, serialized(_plain(common)), num_bytes, True, rest)
+
+
+Key = TypeVar("Key", MetadataIndex, int)
+
+
+def copied(
+    shards: dict[Key, Shard], buffers: Buffers, steady: Collection[int], private: Collection[int]
+) -> tuple[dict[Key, Shard], list[Copy]]:
     """Return the shards with copies in `buffers` of all that is not private, and the copies left for later."""
-    copies: dict[MetadataIndex, Shard] = {}
+    copies: dict[Key, Shard] = {}
     used: Buffers = {}
     rest: list[Copy] = []
     for index, shard in shards.items():

@@ -298,6 +298,13 @@ class CheckpointConfig:
     no_save_optim: bool = setting(False, "do not save the optimizer")
     no_save_rng: bool = setting(False, "do not save the random states")
     async_save: bool = setting(False, "write checkpoints in the background, while the training goes on")
+    local_save: str | None = setting(
+        None,
+        "folder on each node, as in /dev/shm, for its ranks' state and a copy of the next node's: what a restart takes"
+        " where it is newer than the step of --load",
+        report=False,
+    )
+    local_save_interval: int | None = setting(None, "iterations between local steps", within=POSITIVE_COUNT)
     save_retain_interval: int | None = setting(
         None,
         "iterations between checkpoints that are kept permanently; of the others --keep-last-k stay, 1 by default",

@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 
 from megatron_moe import platform
-from megatron_moe.checkpoint import origin
+from megatron_moe.checkpoint import local, origin
 from megatron_moe.checkpoint.errors import on_rank_zero
 from megatron_moe.checkpoint.load import Loaded, load
 from megatron_moe.checkpoint.load import verified as verified_checkpoint
@@ -85,9 +86,16 @@ def build_trainer(
     Collective over all ranks. `resources` is what is given back when the run ends; `leave` is the watchdog's.
     """
     ranks = _meet(planned.run, resources, leave)
-    # A checkpoint whose content was verified; it may be an earlier step than was planned.
-    start_from = verified_checkpoint(planned.given, planned.start_from, say)
-    if start_from.known_bad:
+    # A checkpoint whose content was verified; it may be an earlier step than was planned, or a newer local one.
+    start_from, nodes = planned.start_from, None
+    if planned.given.checkpoint.local_save is not None and not planned.given.training.skip_train:
+        nodes, local_notes = local.meet(planned.given)
+        start_from = replace(start_from, notes=(*start_from.notes, *local_notes))
+        if planned.given.checkpoint.ckpt_step is None:
+            start_from = local.newest(planned.given, start_from, nodes, say)
+    if start_from.source is None or not start_from.source.is_local:
+        start_from = verified_checkpoint(planned.given, start_from, say)
+    if start_from.source is not planned.start_from.source:
         notes = same_data_notes(planned.run, planned.data, start_from)
         planned = replace(planned, data_notes=[*planned.data_notes, *notes])
     planned = planned.with_start(start_from)
@@ -111,7 +119,7 @@ def build_trainer(
     resources.enter_context(reporter)
     if ranks.watchdog is not None:
         resources.push(ranks.watchdog.notice)  # last, to be called first
-    saver, saved, loaded_step, resumed = None, None, None, {}
+    saver, local_saver, saved, loaded_step, resumed = None, None, None, None, {}
     start: Path | str | None = run.checkpoint.load_hf
     if source is not None:
         start = source.step
@@ -122,6 +130,10 @@ def build_trainer(
     if run.checkpoint.save is not None:
         where = SaveTarget.of(run, lock=ranks.lock, loaded=loaded_step, origin=built.origin)
         saver = Saver(run, where, reporter.event, saved)
+        if nodes is not None:
+            local_saver = Saver(
+                run, where, partial(_report_local, reporter), begin_step=partial(local.begin, nodes=nodes)
+            )
     evaluation_pending = bool(resumed.get("evaluation_owed"))
     at_start = run.training.eval_at_start and progress.iteration == 0 and not run.training.skip_train
     if evaluation_pending:  # the loaded step was saved before it; without a metrics file it is made again
@@ -152,6 +164,7 @@ def build_trainer(
         guard=built.guard,
         watchdog=ranks.watchdog,
         saver=saver,
+        local_saver=local_saver,
         unigram_entropy=unigram_entropy,
         predicted_bytes=predicted_bytes,
         precision_warnings=built.loaded.precision_warnings,
@@ -170,6 +183,12 @@ def build_trainer(
         with suppress(OSError):  # NCCL would write its flight recorder there, and makes no folder
             folder.mkdir(parents=True, exist_ok=True)
     return trainer
+
+
+def _report_local(reporter: Reporter, kind: str, text: str, **facts: Any) -> None:
+    """Report what happens to local steps, but for each that is saved: they are too many."""
+    if kind != "saved":
+        reporter.event(kind, text, **facts)
 
 
 def _meet(run: Run, resources: ExitStack, leave: Leave | None) -> RunRanks:

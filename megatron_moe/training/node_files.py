@@ -71,7 +71,7 @@ def require_one_view(planned: RunPlan, ranks: RankFacts) -> list[str]:
     if planned.imported is not None:
         of_model = planned.imported.folder
         paths += [of_model.path / name for name in ("config.json", *of_model.identities)]
-    if planned.start_from.source is not None:
+    if planned.start_from.source is not None and not planned.start_from.source.is_local:
         paths += [path for path in sorted(planned.start_from.source.step.rglob("*")) if path.is_file()]
     for path in map(str, paths):
         try:

@@ -96,6 +96,8 @@ class Trainer:
     """Ends all ranks when one dies or hangs; None with --no-watchdog."""
     saver: Saver | None
     """Writes the checkpoints of a run that has `--save`."""
+    local_saver: Saver | None
+    """Writes the local steps of a run that has `--local-save`."""
     unigram_entropy: float | None
     """Entropy of the validation's tokens in nats; known to rank 0."""
     predicted_bytes: dict[str, int]

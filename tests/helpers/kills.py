@@ -22,9 +22,12 @@ from tests.helpers.launchers import Launcher
 CLOCKS = set("seconds tokens_per_second model_tflops mfu seconds_left memory_bytes time run_id attempt".split())
 """Fields of metrics.jsonl that tell of the machine and of when it ran, not of the training."""
 
-HOW_TO_SAVE = ("save_interval", "async_save", "keep_last_k", "save_retain_interval", "distributed_timeout_minutes")
-"""Settings in which the oracle may differ: when and how a run is saved, or ended, must not change what it computes."""
-BELONG = {".megatron_moe_checkpoints", "latest_checkpointed_iteration.txt", "faults"}
+HOW_TO_SAVE = (
+    *("save_interval", "async_save", "keep_last_k", "save_retain_interval", "distributed_timeout_minutes"),
+    *("local_save", "local_save_interval", "save", "load", "metrics_file"),
+)
+"""Settings in which the oracle may differ: when, where and how a run is saved must not change what it computes."""
+BELONG = {".megatron_moe_checkpoints", ".local_steps", "latest_checkpointed_iteration.txt", "faults"}
 """What lies in a folder of checkpoints beside its steps."""
 
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -214,14 +217,14 @@ def _files_that_differ(step: Path, other: Path) -> list[str]:
 
 def _same_content(file: Path, other: Path) -> bool:
     """For files whose bytes may differ: config.json names the oracle's way of saving, and two of the engine's are no
-    function of their content: `.metadata` holds a random id of the save, in common.pt equal strings are one object or
+    function of their content: `.metadata` holds a random id of the save and its folder, in common.pt equal strings are one object or
     two."""
     if not (file.exists() and other.exists()):
         return False
     if file.name == ".metadata":
         indices = [pickle.loads(one.read_bytes()) for one in (file, other)]
         for index in indices:
-            index.storage_meta.save_id = None
+            index.storage_meta.save_id = index.storage_meta.checkpoint_id = None
         return indices[0] == indices[1]
     if file.name == "config.json":
         configs = [json.loads(one.read_text()) for one in (file, other)]

@@ -177,6 +177,31 @@ def retained_steps_are_saved(run: Run) -> None:
         )
 
 
+unread(("local_save_interval",), "local_save", "no local step is kept; add --local-save DIR or drop it", needs=FILES)
+
+
+@rule(needs=FILES)
+def local_steps_stand_before_durable_ones(run: Run) -> None:
+    """Require that local steps come more often than those of `--save`, which a restart with both continues."""
+    options = run.checkpoint
+    if options.local_save is None:
+        return
+    if options.local_save_interval is None:
+        raise Refusal(("local_save", "local_save_interval"), "when? add --local-save-interval, e.g. 10")
+    if options.save is None or options.load is None or Path(options.save).resolve() != Path(options.load).resolve():
+        raise Refusal(
+            ("local_save", "save", "load"),
+            "local steps are taken where they are newer than those of one folder; give it to --save and --load",
+        )
+    if options.save_interval is not None and options.save_interval <= options.local_save_interval:
+        raise Refusal(
+            ("local_save_interval", "save_interval"), "is for steps between those of --save; use a smaller one"
+        )
+    if options.no_save_optim or options.no_load_optim or options.finetune:
+        names = set_among(run, ("no_save_optim", "no_load_optim", "finetune"))
+        raise Refusal(("local_save", *names), "a local step is the whole state, to go on from; drop one")
+
+
 _LOADING = ("finetune", "no_load_optim", "no_load_rng", "ckpt_step", "exit_on_missing_checkpoint")
 unread(
     _LOADING,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from megatron_moe import platform
 from megatron_moe.checkpoint.errors import SaveError, on_rank_zero
 from megatron_moe.checkpoint.folder import step_folder
+from megatron_moe.checkpoint.save import Saver
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.data.checks import Fingerprint, changed_since
 from megatron_moe.platform import numerics
@@ -21,25 +23,33 @@ from megatron_moe.training.trainer import Trainer
 
 
 class Checkpointing(Callback):
-    """Saves every `--save-interval`, when the run is to stop, and at its end; does nothing without `--save`."""
+    """Saves every `--save-interval`, when the run is to stop, and at its end; does nothing without `--save`.
+
+    Between these it saves local steps (`--local-save`).
+    """
 
     def before_training(self) -> None:
         """Let the watchdog know of each rank's progress with a checkpoint that all wait for."""
-        if self.trainer.saver is not None:
-            self.trainer.saver.moved = partial(self.trainer.at, "waiting for a checkpoint")
+        for saver in self._savers():
+            saver.moved = partial(self.trainer.at, "waiting for a checkpoint")
 
     def before_update(self, step: Step) -> None:
         """Wait until a checkpoint in the background has copied the state, which changes now."""
-        if self.trainer.saver is not None:
-            self.trainer.saver.wait_until_copied()
+        for saver in self._savers():
+            saver.wait_until_copied()
 
     def after_step(self, step: Step, result: StepResult) -> None:
         """Move on a checkpoint in the background, and save where one is due."""
-        trainer = self.trainer
-        if trainer.saver is not None:
-            trainer.saver.poll()
-        if trainer.stop_reason is not None or trainer.is_due(trainer.run.checkpoint.save_interval):
-            save(trainer)
+        trainer, options = self.trainer, self.trainer.run.checkpoint
+        for saver in self._savers():
+            saver.poll()
+        if trainer.stop_reason is not None or trainer.is_due(options.save_interval):
+            save(trainer, trainer.saver)
+        elif trainer.is_due(options.local_save_interval):
+            save(trainer, trainer.local_saver)
+
+    def _savers(self) -> list[Saver]:
+        return [saver for saver in (self.trainer.saver, self.trainer.local_saver) if saver is not None]
 
     def after_training(self) -> None:
         """Save the last state, and wait for it.
@@ -47,14 +57,18 @@ class Checkpointing(Callback):
         Raises:
             SaveError: the last one was not saved, whatever `--on-save-error` says: the run's result would be lost.
         """
-        save(self.trainer)
         saver = self.trainer.saver
+        save(self.trainer, saver)
         if saver is not None:
             mark = f"iteration {self.trainer.progress.iteration}, waiting for the last checkpoint"
             self.trainer.at(mark, limited=False)
             saver.finish()
             if saver.error is not None:
                 raise saver.error
+        if self.trainer.local_saver is not None:
+            self.trainer.local_saver.finish()
+            if self.trainer.local_saver.latest is not None:  # all of them are older now, and take memory
+                shutil.rmtree(self.trainer.local_saver.latest.parents[1], ignore_errors=True)
 
     def on_error(self, error: BaseException) -> None:
         """Finish a checkpoint in the background, which is from before the fault, or report it as lost."""
@@ -65,15 +79,15 @@ class Checkpointing(Callback):
                 self.trainer.reporter.event("warning", str(lost))
 
 
-def save(trainer: Trainer) -> None:
-    """Save a checkpoint of the present state, or begin to, unless it is saved already or `--save` was not given.
+def save(trainer: Trainer, saver: Saver | None) -> None:
+    """Save a checkpoint of the present state, or begin to, unless it is saved already or there is no saver.
 
     Raises:
         RunFault: the state is not finite.
         ConfigError: a data file has changed.
         SaveError: see `Saver`.
     """
-    if trainer.saver is None or trainer.saved is not None:
+    if saver is None or trainer.saved is not None:
         return
     iteration = trainer.progress.iteration
     # However long that takes: a rank that hangs makes the others' collectives run into their timeout.
@@ -106,8 +120,8 @@ def save(trainer: Trainer) -> None:
         facts["evaluation_owed"] = True
     trainer.reporter.flush()
     with gathered_parameters(trainer.trained.model):
-        begun = trainer.saver.save(trainer.trained, trainer.progress, facts)
-    if begun:
+        begun = saver.save(trainer.trained, trainer.progress, facts)
+    if begun and saver is trainer.saver:
         trainer.saved = step_folder(Path(trainer.run.checkpoint.save or ""), iteration)
 
 
