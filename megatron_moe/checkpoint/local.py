@@ -37,7 +37,7 @@ from megatron_moe.checkpoint.errors import (
     on_rank_zero,
 )
 from megatron_moe.checkpoint.plan import CheckpointPlan, CheckpointSource, unlike
-from megatron_moe.checkpoint.save import CheckpointSave, SaveTarget, collected, state_facts
+from megatron_moe.checkpoint.save import CheckpointSave, Saver, SaveTarget, collected, state_facts
 from megatron_moe.checkpoint.sharded import Shard
 from megatron_moe.checkpoint.state import TrainingProgress, TrainState, layout
 from megatron_moe.checkpoint.step_reader import COMMON
@@ -54,18 +54,21 @@ KEPT = 2
 """Local steps that stay: the newest, and the one before, in case that a rank dies while it writes."""
 _PIECE = 32 * 2**20
 _DATA, _SHARDS = "state.bin", "shards.json"
+_START = "local_start"
+"""The entry of a local step's state that says which start of the run saved it: parts of two are not one state."""
 
 
 @dataclass(frozen=True)
 class Nodes:
     """The nodes of a run, as far as they see one another's local folders.
 
-    home: this rank's folder of local steps. ranks: of each node, in ascending order. group: for copies alone, so that
-    a thread can send them.
+    home: this rank's folder of local steps. ranks: of each node, in ascending order. start: a token of this start of
+    the run, which its local steps keep. group: for copies alone, so that a thread can send them.
     """
 
     home: Path
     ranks: list[list[int]]
+    start: str
     group: ProcessGroup | None = None
 
     def of(self, rank: int) -> int:
@@ -114,7 +117,7 @@ def meet(run: Run) -> tuple[Nodes, list[str]]:
     seen = sorted(int(path.name.removeprefix(mark)) for path in home.glob(f"{mark}*"))
     ranks = sorted(set(map(tuple, all_gather_object(seen))))
     (home / f"{mark}{rank}").unlink()
-    nodes, notes = Nodes(home, [list(node) for node in ranks]), []
+    nodes, notes = Nodes(home, [list(node) for node in ranks], str(names[1])), []
     if len(ranks) > 1:
         nodes = replace(nodes, group=torch.distributed.new_group(backend="gloo"))
     elif len(seen) > 1 or run.checkpoint.local_save:
@@ -157,6 +160,7 @@ class LocalSave(CheckpointSave):
             self.staged.copy_rest()
         finally:
             self.copied.set()
+        _forget(self.target.root, self.iteration)
         hidden = folder.open_hidden(self.target.root, self.iteration, self.num_bytes)
         with new_file(hidden / _DATA) as file:
             for shard in self.staged.shards.values():
@@ -177,6 +181,29 @@ class LocalSave(CheckpointSave):
         for root in self._roots():
             folder.discard(root, self.iteration)
             shutil.rmtree(folder.step_folder(root, self.iteration), ignore_errors=True)
+
+
+class LocalSaver(Saver):
+    """The saver of a run's local steps. What is saved is not reported: it is too much."""
+
+    def __init__(self, run: Run, where: SaveTarget, report: Callable[..., None], nodes: Nodes) -> None:
+        def told(kind: str, text: str, **facts: Any) -> None:
+            if kind != "saved":
+                report(kind, text, **facts)
+
+        super().__init__(run, where, told, begin_step=partial(begin, nodes=nodes))
+        self._nodes = nodes
+
+    def clear(self) -> None:
+        """Remove all local steps of the run: its end is saved, and they take memory. Not collective."""
+        shutil.rmtree(self._nodes.home, ignore_errors=True)
+
+
+def _forget(root: Path, iteration: int) -> None:
+    """Remove steps from this one on: of an earlier start, which the run has not gone on from."""
+    for number in folder.steps(root):
+        if number >= iteration:
+            folder.remove_step(folder.step_folder(root, number))
 
 
 def begin(
@@ -200,7 +227,7 @@ def begin(
         replace(where, root=nodes.root(rank), rule=folder.Retention(KEPT), lock=None),
         progress.iteration,
         staged,
-        *state_facts(run, trained, progress, where, facts),
+        *state_facts(run, trained, progress, where, {**facts, _START: nodes.start}),
         rank,
         staged.num_bytes + where.origin.num_bytes,
         nodes=nodes,
@@ -290,7 +317,7 @@ def _receive(nodes: Nodes, source: int) -> None:
 
     def opened() -> Path:
         folder.claim_root(root)
-        shutil.rmtree(folder.step_folder(root, iteration), ignore_errors=True)  # one that was found damaged
+        _forget(root, iteration)
         return folder.open_hidden(root, iteration, sum(entry["bytes"] for entry in told["files"].values()))
 
     hidden, failure = attempted(opened)
@@ -332,7 +359,7 @@ def newest(run: Run, found: CheckpointPlan, nodes: Nodes, report: Callable[[str]
     numbers = {number for listing in listings for steps in listing.values() for number in steps if number > after}
     notes: list[str] = []
     for iteration in sorted(numbers, reverse=True):
-        bad: set[tuple[int, int]] = set()
+        bad, sound = set[tuple[int, int]](), dict[tuple[int, int], str]()
         while True:
             holders = _holders(nodes, listings, iteration, world, bad)
             missing = [number for number, holder in enumerate(holders) if holder is None]
@@ -340,8 +367,13 @@ def newest(run: Run, found: CheckpointPlan, nodes: Nodes, report: Callable[[str]
                 ranks = ", ".join(map(str, missing))
                 notes.append(f"{folder.WARNING}local step {iteration} is passed over: no sound part of rank {ranks}")
                 break
-            checked = [number for number, holder in enumerate(holders) if holder == rank]
-            defects = _defects(run, nodes, checked, iteration, report)
+            held = [(number, nodes.of(holder)) for number, holder in enumerate(holders)]
+            unknown = [number for number, node in held if holders[number] == rank and (number, node) not in sound]
+            starts, defects = _checked(run, nodes, unknown, iteration, report)
+            sound |= {held[number]: start for number, start in starts.items()}
+            if not defects and len({sound[part] for part in held}) > 1:
+                notes.append(f"{folder.WARNING}local step {iteration} is passed over: its parts are of several starts")
+                break
             if not defects:
                 defects = _fetched(nodes, holders, iteration)
             for number, why in defects.items():
@@ -375,9 +407,15 @@ def _holders(
     return found
 
 
-def _defects(run: Run, nodes: Nodes, ranks: list[int], iteration: int, report: Callable[[str], None]) -> dict[int, str]:
-    """Return, for the ranks whose parts are not sound, why: those that this rank reads, and the others'. Collective."""
-    found, done = dict[int, str](), 0
+def _checked(
+    run: Run, nodes: Nodes, ranks: list[int], iteration: int, report: Callable[[str], None]
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Hash the parts of these ranks here, and learn of the others. Collective.
+
+    Returns:
+        For the ranks whose parts are sound, the start of the run that saved them; for the others what is wrong.
+    """
+    starts, found, done = dict[int, str](), dict[int, str](), 0
 
     def hashed() -> Iterator[None]:
         nonlocal done
@@ -392,20 +430,25 @@ def _defects(run: Run, nodes: Nodes, ranks: list[int], iteration: int, report: C
                         done += outcome
                     yield
             reason = reason or _unfit(run, step)
-            if reason is not None:
+            if reason is None:
+                starts[rank] = folder.read_json(step / folder.STATE)[_START]
+            else:
                 found[rank] = reason
 
     for read, seconds in in_rounds(hashed(), lambda: done, nodes.home):
         if seconds > ROUND_SECONDS and torch.distributed.get_rank() == 0:
             report(f"verifying local step {iteration}: {size_text(read)} so far")
-    return {rank: why for part in all_gather_object(found) for rank, why in part.items()}
+    for others_starts, others_found in all_gather_object((starts, found)):
+        starts |= others_starts
+        found |= others_found
+    return starts, found
 
 
 def _unfit(run: Run, step: Path) -> str | None:
     """Return why a local step cannot go on as this run, in words that follow "it"."""
     state, config = folder.read_json(step / folder.STATE), folder.read_json(step / folder.CONFIG)
-    if state["layout"] != layout(rank_facts()):
-        return f"it is of another layout, {state['layout']}"
+    if _START not in state or state.get("layout") != layout(rank_facts()):
+        return f"it is of another layout, {state.get('layout')}"
     differing = unlike(run, config)
     return f"it was saved with other settings: {', '.join(differing)}" if differing else None
 

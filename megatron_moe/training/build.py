@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +130,7 @@ def build_trainer(
         where = SaveTarget.of(run, lock=ranks.lock, loaded=loaded_step, origin=built.origin)
         saver = Saver(run, where, reporter.event, saved)
         if nodes is not None:
-            local_saver = Saver(
-                run, where, partial(_report_local, reporter), begin_step=partial(local.begin, nodes=nodes)
-            )
+            local_saver = local.LocalSaver(run, where, reporter.event, nodes)
     evaluation_pending = bool(resumed.get("evaluation_owed"))
     at_start = run.training.eval_at_start and progress.iteration == 0 and not run.training.skip_train
     if evaluation_pending:  # the loaded step was saved before it; without a metrics file it is made again
@@ -183,12 +180,6 @@ def build_trainer(
         with suppress(OSError):  # NCCL would write its flight recorder there, and makes no folder
             folder.mkdir(parents=True, exist_ok=True)
     return trainer
-
-
-def _report_local(reporter: Reporter, kind: str, text: str, **facts: Any) -> None:
-    """Report what happens to local steps, but for each that is saved: they are too many."""
-    if kind != "saved":
-        reporter.event(kind, text, **facts)
 
 
 def _meet(run: Run, resources: ExitStack, leave: Leave | None) -> RunRanks:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_moe.checkpoint.local import LocalSaver
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.state import TrainingProgress, TrainState
 from megatron_moe.config.schema import Run
@@ -96,7 +97,7 @@ class Trainer:
     """Ends all ranks when one dies or hangs; None with --no-watchdog."""
     saver: Saver | None
     """Writes the checkpoints of a run that has `--save`."""
-    local_saver: Saver | None
+    local_saver: LocalSaver | None
     """Writes the local steps of a run that has `--local-save`."""
     unigram_entropy: float | None
     """Entropy of the validation's tokens in nats; known to rank 0."""

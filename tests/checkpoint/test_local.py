@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import local_jobs
+from tests.checkpoint.checkpoint_steps import flip
 from tests.helpers import kills
+from tests.helpers.gloo_pool import GlooPool
 from tests.helpers.launchers import Forked
 from tests.helpers.ranks import RankParent
 from tests.helpers.rows import rows
@@ -49,67 +51,70 @@ class Nodes:
         return sorted(folder.glob(f"node*/local/*/rank_*/iter_{step:07d}"))
 
 
-def flip(path: Path, at: int = 100, bit: int = 3) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1 << bit
-    path.write_bytes(data)
+def own_parts(folder: Path, rank: int, step: int) -> list[Path]:
+    return sorted(folder.glob(f"node*/local/*/rank_{rank:05d}/iter_{step:07d}/state.bin"))
 
 
-def lost_node(folder: Path, step: int) -> None:
-    shutil.rmtree(folder / "node1")
+SPOILT: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda folder: None,
+    "a node": lambda folder: shutil.rmtree(folder / "node1"),
+    "both nodes": lambda folder: [shutil.rmtree(folder / node) for node in ("node0", "node1")],
+    "a bit": lambda folder: flip(own_parts(folder, 0, 12)[0]),
+    "a bit of both copies": lambda folder: [flip(path) for path in own_parts(folder, 1, 12)],
+    "another run": lambda folder: shutil.rmtree(folder / "checkpoints"),
+}
+CASES = [
+    ("nothing", 12, "local step 12 of all ranks verified"),
+    ("a node", 12, "local step 12 of all ranks verified"),
+    ("both nodes", 0, "starting afresh"),
+    ("a bit", 12, "rank 0's part on the node of rank 0: state.bin does not hold what was saved"),
+    ("a bit of both copies", 9, "local step 12 is passed over: no sound part of rank 1"),
+    ("another run", 0, "other runs left local steps"),
+]
 
 
-def damaged(folder: Path, step: int) -> None:
-    flip(folder / "node0" / "local" / token(folder) / "rank_00000" / f"iter_{step:07d}" / "state.bin")
-
-
-def damaged_twice(folder: Path, step: int) -> None:
-    for path in folder.glob(f"node*/local/*/rank_00001/iter_{step:07d}/state.bin"):
-        flip(path)
-
-
-def nothing_left(folder: Path, step: int) -> None:
-    shutil.rmtree(folder / "node0")
-    shutil.rmtree(folder / "node1")
-
-
-def token(folder: Path) -> str:
-    return (folder / "checkpoints" / ".local_steps").read_text().strip()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "resumed", "said"),
-    [
-        (lambda folder, step: None, 12, "local step 12 of all ranks verified"),
-        (lost_node, 12, "local step 12 of all ranks verified"),
-        (damaged, 12, "rank 0's part on the node of rank 0: state.bin does not hold what was saved"),
-        (damaged_twice, 9, "local step 12 is passed over: no sound part of rank 1"),
-        (nothing_left, 0, "starting afresh"),
-    ],
-)
-def test_a_restart_takes_the_newest_step_that_every_rank_has_somewhere(
-    rank_parent: RankParent, tmp_path: Path, spoil: Callable[[Path, int], None], resumed: int, said: str
-) -> None:
-    nodes = Nodes(rank_parent, tmp_path, "EP2", 1)
+@pytest.fixture(scope="module")
+def killed(rank_parent: RankParent, tmp_path_factory: pytest.TempPathFactory) -> tuple[Nodes, Path, kills.Job]:
+    """Two nodes whose ranks were killed after 14 steps, the last local one at 12; and what they should come to."""
+    nodes = Nodes(rank_parent, tmp_path_factory.mktemp("local"), "EP2", 1)
     oracle = kills.undisturbed_job(nodes.launcher, nodes.made("whole"), nodes.argv(), 2)
     folder = nodes.made("parts")
     nodes.killed(folder, 14, 12)
-    spoil(folder, 12)
-    log = folder / "log.txt"
-    before = len(log.read_text())
+    return nodes, folder, oracle
+
+
+@pytest.mark.parametrize(("spoilt", "resumed", "said"), rows(CASES, test=[CASES[1], CASES[4]]))
+def test_a_restart_takes_the_newest_step_that_every_rank_has_somewhere(
+    killed: tuple[Nodes, Path, kills.Job], tmp_path: Path, spoilt: str, resumed: int, said: str
+) -> None:
+    nodes, before, oracle = killed
+    folder = Path(shutil.copytree(before, tmp_path / "parts"))
+    SPOILT[spoilt](folder)
+    (folder / "log.txt").unlink()
     job = kills.undisturbed_job(nodes.launcher, folder, nodes.argv(*SAVING), 2)
-    text = log.read_text()[before:]
+    text = (folder / "log.txt").read_text()
     assert said in text
-    assert kills.differences(job, oracle, 0) == []
+    assert kills.differences(job, oracle, 0) == [] and "CHECKPOINT ERROR" not in text
     assert f"iteration {resumed + 1:2d}/{STEPS}" in text and f"iteration {resumed:2d}/{STEPS}" not in text
     assert not nodes.parts(folder, 15), "a run that has ended needs none"
 
 
+def test_another_setting_or_layout_takes_the_step_of_load(
+    killed: tuple[Nodes, Path, kills.Job], tmp_path: Path
+) -> None:
+    nodes, before, _ = killed
+    folder = Path(shutil.copytree(before, tmp_path / "parts"))
+    nodes.launcher.start(nodes.argv(*SAVING, "--lr", "2e-3"), 2, folder, folder / "log.txt")
+    assert nodes.launcher.wait(240) == 0, kills.tail(folder)
+    text = (folder / "log.txt").read_text()
+    assert "it was saved with other settings: lr" in text and "the run goes on from the beginning" in text
+
+
 @pytest.mark.parametrize("trials", rows([20, 1000], test=[20]))
-def test_no_flipped_bit_is_accepted(gloo, rank_parent: RankParent, tmp_path: Path, trials: int) -> None:
-    nodes = Nodes(rank_parent, tmp_path, "EP2", 1)
-    folder = nodes.made("parts")
-    nodes.killed(folder, 14, 12)
+def test_no_flipped_bit_is_accepted(
+    gloo: GlooPool, killed: tuple[Nodes, Path, kills.Job], tmp_path: Path, trials: int
+) -> None:
+    folder = shutil.copytree(killed[1], tmp_path / "parts")
     found = gloo.run(2, local_jobs.damaged, folder=str(folder), step=12, before=9, trials=trials)
     assert found[0].keys() == {"step 12 taken", "step 9 taken"} == found[1].keys()
     assert sum(found[0].values()) == trials

@@ -217,8 +217,8 @@ def _files_that_differ(step: Path, other: Path) -> list[str]:
 
 def _same_content(file: Path, other: Path) -> bool:
     """For files whose bytes may differ: config.json names the oracle's way of saving, and two of the engine's are no
-    function of their content: `.metadata` holds a random id of the save and its folder, in common.pt equal strings are one object or
-    two."""
+    function of their content: `.metadata` holds a random id of the save and its folder, in common.pt equal strings are
+    one object or two."""
     if not (file.exists() and other.exists()):
         return False
     if file.name == ".metadata":

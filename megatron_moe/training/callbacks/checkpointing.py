@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,7 @@ class Checkpointing(Callback):
                 raise saver.error
         if self.trainer.local_saver is not None:
             self.trainer.local_saver.finish()
-            if self.trainer.local_saver.latest is not None:  # all of them are older now, and take memory
-                shutil.rmtree(self.trainer.local_saver.latest.parents[1], ignore_errors=True)
+            self.trainer.local_saver.clear()
 
     def on_error(self, error: BaseException) -> None:
         """Finish a checkpoint in the background, which is from before the fault, or report it as lost."""
