@@ -110,10 +110,13 @@ def meet(run: Run) -> tuple[Nodes, list[str]]:
     mark = f".seen_{names[1]}_"
 
     def claimed() -> None:
-        folder.claim_root(home / f"rank_{rank:05d}")
-        (home / f"{mark}{rank}").touch()
+        try:
+            folder.claim_root(home / f"rank_{rank:05d}")
+            (home / f"{mark}{rank}").touch()
+        except OSError as error:
+            raise ConfigError(f"--local-save {top}: cannot be written: {error}; name a folder of each node") from None
 
-    gathered(*attempted(claimed), lambda error: f"--local-save {top}: cannot be written: {error}")
+    gathered(*attempted(claimed), str)
     seen = sorted(int(path.name.removeprefix(mark)) for path in home.glob(f"{mark}*"))
     ranks = sorted(set(map(tuple, all_gather_object(seen))))
     (home / f"{mark}{rank}").unlink()

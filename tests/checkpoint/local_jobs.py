@@ -2,13 +2,48 @@
 
 import os
 import random
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.launchers import Forked
+from tests.helpers.ranks import RankParent
+
 PER_NODE, PAUSE = "RANKS_PER_NODE", "PAUSE_AFTER"
 SHARED = ("checkpoints", "metrics.jsonl")
+
+
+class NodesThatFail(Forked):
+    """Ranks on nodes of `per_node` ranks. A kill ends all of them and takes what 0 to 2 nodes had, or one and the next.
+
+    lost: for each kill, the nodes whose folders are gone since the last start that made a step.
+    """
+
+    def __init__(self, parent: RankParent, per_node: int, draw: random.Random) -> None:
+        super().__init__(parent, "tests.checkpoint.local_jobs:main")
+        self._per_node, self._draw, self._folder, self._nodes = per_node, draw, Path(), 0
+        self.lost: list[set[int]] = []
+
+    def start(self, argv: list[str], world_size: int, folder: Path, log: Path) -> None:
+        if folder != self._folder:
+            self.lost = []
+        self._folder, self._nodes = folder, world_size // self._per_node
+        (folder / PER_NODE).write_text(str(self._per_node))
+        super().start(argv, world_size, folder, log)
+
+    def kill(self, rank: int | None) -> None:
+        super().kill(None)
+        first, count = self._draw.randrange(self._nodes), self._draw.choice([0, 1, 1, 2])
+        nodes = {first, (first + 1) % self._nodes} if count == 2 else set(range(first, first + count))
+        for node in nodes:
+            shutil.rmtree(self._folder / f"node{node}", ignore_errors=True)
+        self.lost.append(nodes)
+
+    def keeps_all(self, lost: set[int]) -> bool:
+        """Whether each rank's state is still somewhere: on its node, or on the next."""
+        return not any({node, (node + 1) % self._nodes} <= lost for node in range(self._nodes))
 
 
 def enter(rank: int) -> Path:

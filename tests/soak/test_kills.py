@@ -1,10 +1,12 @@
-"""R1 and R13 with their numbers: 280 kills in seven layouts, sync and async, 40 under torchrun, 100 with retention."""
+"""R1, R13 and R17 with their numbers: 280 kills in seven layouts, sync and async, 40 under torchrun, 100 with retention
+and 80 that nodes are lost by."""
 
 import random
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint import local_jobs
 from tests.helpers import kills
 from tests.helpers.launchers import Launcher, Torchrun
 
@@ -80,3 +82,41 @@ def test_retention_under_kills(forked, tmp_path, scaled, figure, way, keep):
     result = killed_until(forked, tmp_path / "jobs", "DP2", saving, scaled(25), most_lost)
     figure("R13", **result, saving=way, keep_last_k=int(keep))
     assert result["found"] == []
+
+
+LOCAL, NODES = 3, [("EP2", 1), ("TP2xEP2", 1), ("TP2xEP2", 2), ("ZeRO 3 x EP2", 1)]
+"""Layouts, and ranks of a node."""
+
+
+@pytest.mark.parametrize(("layout", "per_node"), NODES)
+def test_nodes_that_are_lost_with_their_local_steps(rank_parent, tmp_path, scaled, figure, layout, per_node):
+    """A node, two, or one and the next, which has its copies: with copies left a kill costs two local intervals."""
+    world_size, flags = kills.LAYOUTS[layout]
+    rng, number = random.Random(f"{layout} {per_node}"), scaled(20)
+    launcher = local_jobs.NodesThatFail(rank_parent, per_node, rng)
+    argv = kills.flags(ITERATIONS, *flags)
+    saving = ["--save-interval", "10", "--local-save", "local", "--local-save-interval", str(LOCAL)]
+    oracle = kills.undisturbed_job(launcher, tmp_path / "oracle", argv, world_size)
+    whole = kills.undisturbed_job(launcher, tmp_path / "whole", [*argv, *saving], world_size)
+    found, killed, by_copies, lost_at_most = kills.differences(whole, oracle, 0), 0, 0, 0
+    while killed < number:
+        folder = tmp_path / f"killed{killed}"
+        job = kills.killed_job(
+            launcher, folder, [*argv, *saving], world_size, rng, kills=min(10, number - killed),
+            moment=lambda _: launcher.wait(rng.uniform(0.3, 0.9) * whole.seconds),
+        )  # fmt: skip
+        found += kills.differences(job, oracle, 10 + 2 * LOCAL)
+        for place, kill in enumerate(job.kills):
+            gone: set[int] = set()
+            for later, lost in zip(job.kills[place:], launcher.lost[place:]):
+                if later.resumed == kill.resumed:  # none of them got as far as a step
+                    gone |= lost
+            if launcher.keeps_all(gone) and kill.resumed >= 0:
+                by_copies += 1
+                lost_at_most = max(lost_at_most, kill.reached - kill.resumed)
+                if kill.reached - kill.resumed > 2 * LOCAL:
+                    found.append(f"{kill}, of {gone}")
+        killed += len(job.kills)
+    about = {"layout": layout, "per_node": per_node, "with_copies_left": by_copies, "lost_at_most": lost_at_most}
+    figure("R17", trials=killed, failures=len(found), **about, found=found[:20])
+    assert found == []
