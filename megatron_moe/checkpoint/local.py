@@ -123,7 +123,7 @@ def meet(run: Run) -> tuple[Nodes, list[str]]:
     nodes, notes = Nodes(home, [list(node) for node in ranks], str(names[1])), []
     if len(ranks) > 1:
         nodes = replace(nodes, group=torch.distributed.new_group(backend="gloo"))
-    elif len(seen) > 1 or run.checkpoint.local_save:
+    else:
         notes.append(f"--local-save {top}: all ranks see one folder: no copy is kept, and a lost node loses its steps")
     others = sorted(path.name for path in top.iterdir() if path != home and any(path.glob("rank_*/iter_*")))
     if others:
@@ -167,7 +167,7 @@ class LocalSave(CheckpointSave):
         hidden = folder.open_hidden(self.target.root, self.iteration, self.num_bytes)
         with new_file(hidden / _DATA) as file:
             for shard in self.staged.shards.values():
-                file.write(_bytes(shard.values))
+                file.write(_bytes(shard.values.to(shard.dtype)))
         files = {_DATA: file.entry(), _SHARDS: write_json(hidden / _SHARDS, self.indices)}
         assert self.staged.common is not None, "every rank keeps it"
         files[COMMON] = write_bytes(hidden / COMMON, self.staged.common)

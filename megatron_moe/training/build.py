@@ -85,20 +85,7 @@ def build_trainer(
     Collective over all ranks. `resources` is what is given back when the run ends; `leave` is the watchdog's.
     """
     ranks = _meet(planned.run, resources, leave)
-    # A checkpoint whose content was verified; it may be an earlier step than was planned, or a newer local one.
-    start_from, nodes = planned.start_from, None
-    if planned.given.checkpoint.local_save is not None and not planned.given.training.skip_train:
-        nodes, local_notes = local.meet(planned.given)
-        start_from = replace(start_from, notes=(*start_from.notes, *local_notes))
-        if planned.given.checkpoint.ckpt_step is None:
-            start_from = local.newest(planned.given, start_from, nodes, say)
-    if start_from.source is None or not start_from.source.is_local:
-        start_from = verified_checkpoint(planned.given, start_from, say)
-    if start_from.source is not planned.start_from.source:
-        notes = same_data_notes(planned.run, planned.data, start_from)
-        planned = replace(planned, data_notes=[*planned.data_notes, *notes])
-    planned = planned.with_start(start_from)
-    planned = replace(planned, data_notes=[*planned.data_notes, *require_one_view(planned, ranks.facts)])
+    planned, nodes = _with_verified_start(planned, ranks)
     run = planned.run
     stage("building the model")
     built = _build_and_load(planned, ranks, parts)
@@ -206,6 +193,27 @@ def _meet(run: Run, resources: ExitStack, leave: Leave | None) -> RunRanks:
     if lock is not None:
         resources.enter_context(lock)
     return RunRanks(pg_collection, facts, watchdog, lock, lock_notes)
+
+
+def _with_verified_start(planned: RunPlan, ranks: RunRanks) -> tuple[RunPlan, local.Nodes | None]:
+    """Return the plan with a checkpoint whose content was verified, and the nodes where the run keeps local steps.
+
+    It may be an earlier step than was planned, or a newer local one. Collective.
+    """
+    run, start_from, nodes = planned.given, planned.start_from, None
+    if run.checkpoint.local_save is not None and not run.training.skip_train:
+        nodes, notes = local.meet(run)
+        start_from = replace(start_from, notes=(*start_from.notes, *notes))
+        if run.checkpoint.ckpt_step is None:
+            start_from = local.newest(run, start_from, nodes, say)
+    if start_from.source is None or not start_from.source.is_local:
+        start_from = verified_checkpoint(run, start_from, say)
+    if start_from.source is not planned.start_from.source:
+        notes = same_data_notes(planned.run, planned.data, start_from)
+        planned = replace(planned, data_notes=[*planned.data_notes, *notes])
+    planned = planned.with_start(start_from)
+    notes = require_one_view(planned, ranks.facts)
+    return replace(planned, data_notes=[*planned.data_notes, *notes]), nodes
 
 
 def _build_and_load(planned: RunPlan, ranks: RunRanks, parts: ProgramParts) -> LoadedModel:
