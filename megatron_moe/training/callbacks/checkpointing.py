@@ -43,9 +43,9 @@ class Checkpointing(Callback):
         for saver in self._savers():
             saver.poll()
         if trainer.stop_reason is not None or trainer.is_due(options.save_interval):
-            save(trainer, trainer.saver)
+            save(trainer)
         elif trainer.is_due(options.local_save_interval):
-            save(trainer, trainer.local_saver)
+            save(trainer, local=True)
 
     def _savers(self) -> list[Saver]:
         return [saver for saver in (self.trainer.saver, self.trainer.local_saver) if saver is not None]
@@ -57,7 +57,7 @@ class Checkpointing(Callback):
             SaveError: the last one was not saved, whatever `--on-save-error` says: the run's result would be lost.
         """
         saver = self.trainer.saver
-        save(self.trainer, saver)
+        save(self.trainer)
         if saver is not None:
             mark = f"iteration {self.trainer.progress.iteration}, waiting for the last checkpoint"
             self.trainer.at(mark, limited=False)
@@ -77,14 +77,18 @@ class Checkpointing(Callback):
                 self.trainer.reporter.event("warning", str(lost))
 
 
-def save(trainer: Trainer, saver: Saver | None) -> None:
-    """Save a checkpoint of the present state, or begin to, unless it is saved already or there is no saver.
+def save(trainer: Trainer, *, local: bool = False) -> None:
+    """Save a checkpoint of the present state, or begin to, unless it is saved already or `--save` was not given.
+
+    Args:
+        local: save a local step, if the run has `--local-save`.
 
     Raises:
         RunFault: the state is not finite.
         ConfigError: a data file has changed.
         SaveError: see `Saver`.
     """
+    saver = trainer.local_saver if local else trainer.saver
     if saver is None or trainer.saved is not None:
         return
     iteration = trainer.progress.iteration
@@ -119,7 +123,7 @@ def save(trainer: Trainer, saver: Saver | None) -> None:
     trainer.reporter.flush()
     with gathered_parameters(trainer.trained.model):
         begun = saver.save(trainer.trained, trainer.progress, facts)
-    if begun and saver is trainer.saver:
+    if begun and not local:
         trainer.saved = step_folder(Path(trainer.run.checkpoint.save or ""), iteration)
 
 
