@@ -36,6 +36,7 @@ from megatron_moe.training.callbacks.evaluation import Evaluation, StopAsked, St
 from megatron_moe.training.callbacks.faults import NonFinite, Spikes
 from megatron_moe.training.callbacks.profiler import GarbageCollection, Profiler
 from megatron_moe.training.callbacks.reporting import Reporting
+from megatron_moe.training.callbacks.stragglers import Stragglers
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.loop import train
 from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
@@ -124,6 +125,7 @@ def pretrain(
                 every: list[Callback] = [
                     Routes(),
                     Profiler(),
+                    Stragglers(),  # before its times are reported
                     Reporting(),
                     NonFinite(),
                     Spikes(),
