@@ -19,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 from types import CodeType, FrameType
 from typing import Any
 
@@ -188,7 +188,7 @@ class SlowRank:
     """A rank that is slow, or no longer is.
 
     seconds: per step in this part of it. usual: the median of the other ranks of its stage. load: choices that its
-    experts got over the median of the others'. experts: whether these explain it. ended: it is as fast as the others
+    experts got over the stage's mean. experts: whether these explain it. ended: it is as fast as the others
     again.
     """
 
@@ -207,7 +207,7 @@ class SlowRank:
             return f"{name} is no longer slow in {self.phase}"
         took = f"{name} is slow in {self.phase}: {self.seconds:.3f} s a step, the others of its stage {self.usual:.3f} s"
         if self.experts:
-            return f"{took}; its experts got {self.load:.2f} times the others' tokens: balance them, the rank itself is not slow"
+            return f"{took}; its experts got {self.load:.2f} times the mean of tokens: balance them, the rank is not slow"
         return f"{took}; look at {_LOOK_AT[self.phase]}"
 
 
@@ -271,8 +271,9 @@ class SlowRanks:
                 for rank in ranks:
                     others = [other for other in ranks if other != rank]
                     usual = {}
-                    for name in (*parts, EXPERTS, "load"):
+                    for name in (*parts, EXPERTS):
                         usual[name] = median(of_ranks[other][name] for other in others)
+                    usual["load"] = fmean(of_ranks[one]["load"] for one in ranks)
                     excess = work[rank] - (1 + ALLOWED[kind]) * median(work[other] for other in others)
                     suspect = self._suspects[rank, kind]
                     suspect.add(steps, {name: of_ranks[rank][name] for name in usual}, usual, excess)
