@@ -5,6 +5,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -44,7 +45,7 @@ class _Family:
 class PrometheusSink(Sink):
     """Replaces `path` as a whole with what is known of the run now.
 
-    Each number of a line of metrics.jsonl is a gauge `megatron_moe_KEY`, if KEY is ASCII. A file that cannot be written is one warning,
+    Each number of a line of metrics.jsonl is a gauge `megatron_moe_KEY`, if KEY is ASCII; it keeps its last known value. A file that cannot be written is one warning,
     and the run goes on.
 
     Args:
@@ -54,7 +55,7 @@ class PrometheusSink(Sink):
 
     def __init__(self, path: Path, about: Mapping[str, Any], warn: Callable[[str], None]) -> None:
         self.artifact: Path = path
-        self._warn, self._has_warned, self._written = warn, False, 0.0
+        self._warn, self._has_warned, self._written = warn, False, -math.inf
         self._slow: dict[tuple[str, bool], Labels] = {}
         labels = tuple((name, str(about[name])) for name in ("run_id", "attempt"))
         self._families = {

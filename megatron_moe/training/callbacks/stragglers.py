@@ -5,13 +5,15 @@ forward, backward, optimizer, save, and the time inside collectives. Every `--st
 the sums in the background and takes them a step later, so that nothing waits for anything. `SlowRanks` compares each
 rank's own work, without collectives, with that of the other ranks of its pipeline stage.
 
-On CUDA only the host is seen: reading data, saving, and the Python of a step. Reading a number from the device counts
-as waiting, so that a card that computes slowly while its host waits is not named. Not verified on a GPU.
+On CUDA only the host is seen. A rank whose host is late (data, save, Python) is named; one whose card computes slowly
+is not, for all hosts then wait for their devices alike. A host that waits for its own device is not late: what it takes
+longer to launch is hidden behind that. Not verified on a GPU.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import socket
 import sys
 import threading
@@ -19,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import fmean, median
 from types import CodeType, FrameType
 from typing import Any
@@ -43,14 +46,15 @@ from megatron_moe.training.hang_report import waiting_call
 from megatron_moe.training.step import StepResult, forward_step, run_micro_batches, train_step
 from megatron_moe.training.trainer import Trainer
 
-COLLECTIVES, OTHER = "collectives", "other"
+COLLECTIVES, DEVICE, OTHER = "collectives", "device", "other"
+"""Inside a collective, waiting for this rank's CUDA device, and what is compared with no one."""
 EXPERTS = "experts"
 """The time of the forward pass inside the routed experts."""
 
 # The clock.
 
 SAMPLE_SECONDS = 0.02
-CLOCKED = (*OWN_WORK, COLLECTIVES, OTHER, EXPERTS)
+CLOCKED = (*OWN_WORK, COLLECTIVES, DEVICE, OTHER, EXPERTS)
 """What `PartClock` counts."""
 _COLLECTIVE_FILES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 
@@ -76,7 +80,7 @@ class PartClock:
     """Adds up what the thread that started it spends its time on, by sampling its stack from a thread of its own.
 
     Args:
-        on_device: whether reading a tensor waits for a CUDA device, which then counts as collectives.
+        on_device: whether tensors are on a CUDA device, so that reading one waits for it.
     """
 
     def __init__(self, on_device: bool) -> None:
@@ -86,7 +90,7 @@ class PartClock:
         self._seconds = dict.fromkeys(CLOCKED, 0.0)
         self._taken = dict(self._seconds)
         self._part_of: dict[CodeType, str | None] = {}
-        self._waits_at: dict[tuple[CodeType, int], bool] = {}
+        self._waits_at: dict[tuple[CodeType, int], str | None] = {}
 
     def start(self) -> None:
         """Begin to watch the calling thread."""
@@ -94,8 +98,10 @@ class PartClock:
         self._thread.start()
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each of `OWN_WORK`, COLLECTIVES, OTHER and EXPERTS since the last call."""
+        """Return the seconds of each of `CLOCKED` since the last call; NaN where the thread has failed."""
         now = dict(self._seconds)
+        if not self._thread.is_alive():  # its error is on standard error, and nobody may look quick for it
+            return dict.fromkeys(now, math.nan)
         taken, self._taken = self._taken, now
         return {name: now[name] - taken[name] for name in now}
 
@@ -121,8 +127,11 @@ class PartClock:
         frames = sys._current_frames()
         del frames[threading.get_ident()]
         innermost = frames.get(self._watched)
-        if innermost is None or self._waits(innermost):
-            return (COLLECTIVES,)
+        if innermost is None:
+            return (OTHER,)
+        waits = self._waits_for(innermost)
+        if waits is not None:
+            return (waits,)
         part, in_experts = OTHER, False
         frame: FrameType | None = innermost
         while frame is not None:
@@ -139,11 +148,17 @@ class PartClock:
             part = OTHER  # rank 0 publishes, and the others wait
         return (part, EXPERTS) if in_experts and part == "forward" else (part,)
 
-    def _waits(self, frame: FrameType) -> bool:
-        place = (frame.f_code, frame.f_lasti)
+    def _waits_for(self, frame: FrameType) -> str | None:
+        """Return COLLECTIVES or DEVICE where the innermost frame waits for one that was begun before."""
+        place, line = (frame.f_code, frame.f_lasti), frame.f_lineno
+        if line is None:  # between two lines
+            return None
         if place not in self._waits_at:
-            called = waiting_call(frame, frame.f_lineno, frame.f_lasti, self._on_device)
-            self._waits_at[place] = called is not None
+            called = waiting_call(frame, line, frame.f_lasti, self._on_device)
+            found = None
+            if called is not None:
+                found = COLLECTIVES if called == "wait" else DEVICE
+            self._waits_at[place] = found
         return self._waits_at[place]
 
 
@@ -173,13 +188,16 @@ EVIDENCE_SECONDS = 2.0
 """Own work beyond that by which a rank is slow."""
 EVIDENCE_STEPS = 8
 """A step adds an eighth of the evidence at most: a pause of a few steps, however long, is no slow rank."""
-_KEPT = 0.75
-"""What an interval leaves of the sums before it, by which part and cause are named."""
+MEMORY_SECONDS, MEMORY_INTERVALS = 16.0, 16
+"""Part and cause are named by so much of a rank's own work, or so many intervals where these are longer."""
+CLEARLY = 2.0
+"""By how much another part's excess is above that of the part that was named, for the other one to be named."""
+_LAUNCHED = ("forward", "backward", "optimizer")
 _WORK = {"step": OWN_WORK[:-1], "save": OWN_WORK[-1:]}
 _LOOK_AT = {
     "data": "the storage of its data",
     "save": "the disk of its checkpoints",
-    **dict.fromkeys(("forward", "backward", "optimizer"), "its card, and at what else runs on its host"),
+    **dict.fromkeys(_LAUNCHED, "its card, and at what else runs on its host"),
 }
 
 
@@ -212,9 +230,10 @@ class SlowRank:
 
 
 class _Suspect:
-    """What is known about one rank's work of a kind, in a step or in a save."""
+    """What is known about one rank's work in some parts: those of a step, or a save."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, parts: Sequence[str]) -> None:
+        self.rank, self.parts = rank, parts
         self.evidence = 0.0
         self.own: defaultdict[str, float] = defaultdict(float)
         self.others: defaultdict[str, float] = defaultdict(float)
@@ -224,21 +243,32 @@ class _Suspect:
         """Steps for which another part or cause than the one that was said has been found."""
 
     def add(self, steps: int, own: dict[str, float], others: dict[str, float], excess: float) -> None:
-        self.steps = _KEPT * self.steps + steps
+        """Add an interval; `excess` is the own work in it beyond what is allowed, in seconds."""
+        # What was before the evidence began says nothing about its part.
+        kept = 0.0
+        if self.evidence > 0:
+            kept = 1 - min(sum(own[part] for part in self.parts) / MEMORY_SECONDS, 1 / MEMORY_INTERVALS)
+        self.steps = kept * self.steps + steps
         for name in own:
-            self.own[name] = _KEPT * self.own[name] + own[name]
-            self.others[name] = _KEPT * self.others[name] + others[name]
+            self.own[name] = kept * self.own[name] + own[name]
+            self.others[name] = kept * self.others[name] + others[name]
         gain = min(excess, steps * EVIDENCE_SECONDS / EVIDENCE_STEPS)
         self.evidence = min(max(self.evidence + gain, 0.0), EVIDENCE_SECONDS)
 
-    def verdict(self, rank: int, parts: Sequence[str]) -> SlowRank:
-        phase = max(parts, key=lambda part: self.own[part] - self.others[part])
+    def excess(self, part: str) -> float:
+        return self.own[part] - self.others[part]
+
+    def verdict(self) -> SlowRank:
+        """Return what there is to say of this rank if it is slow."""
+        phase = max(self.parts, key=self.excess)
+        if self.said is not None and self.excess(phase) < CLEARLY * self.excess(self.said.phase):
+            phase = self.said.phase
         load = self.own["load"] / self.others["load"] if self.others["load"] else 1.0
         # A slow card is slow outside of the experts, too.
         own, others = (of["forward"] - of[EXPERTS] for of in (self.own, self.others))
         more = load - 1
         experts = phase in ("forward", "backward") and more >= ALLOWED["step"] and own <= (1 + more / 2) * others
-        return SlowRank(rank, phase, self.own[phase] / self.steps, self.others[phase] / self.steps, load, experts)
+        return SlowRank(self.rank, phase, self.own[phase] / self.steps, self.others[phase] / self.steps, load, experts)
 
 
 class SlowRanks:
@@ -253,7 +283,10 @@ class SlowRanks:
 
     def __init__(self, stages: Iterable[Sequence[int]]) -> None:
         self._stages = [tuple(ranks) for ranks in stages if len(ranks) > 1]
-        self._suspects: defaultdict[tuple[int, str], _Suspect] = defaultdict(_Suspect)
+        self._suspects = {}
+        for kind, parts in _WORK.items():
+            for rank in chain.from_iterable(self._stages):
+                self._suspects[rank, kind] = _Suspect(rank, parts)
 
     def add(self, steps: int, of_ranks: Sequence[Mapping[str, float]]) -> list[SlowRank]:
         """Return what is new: a slow rank, another part or cause of one, or its end.
@@ -262,7 +295,9 @@ class SlowRanks:
             steps: what the interval has.
             of_ranks: per rank the seconds that `PartClock` counted, and "load", the choices that its experts got.
         """
-        found = []
+        found: list[SlowRank] = []
+        if any(math.isnan(times[OTHER]) for times in of_ranks):
+            return found
         for ranks in self._stages:
             for kind, parts in _WORK.items():
                 work = {rank: sum(of_ranks[rank][part] for part in parts) for rank in ranks}
@@ -275,15 +310,18 @@ class SlowRanks:
                         usual[name] = median(of_ranks[other][name] for other in others)
                     usual["load"] = fmean(of_ranks[one]["load"] for one in ranks)
                     excess = work[rank] - (1 + ALLOWED[kind]) * median(work[other] for other in others)
+                    # What a host takes longer to launch costs nothing while its device is busy.
+                    launching = sum(of_ranks[rank][part] - usual[part] for part in parts if part in _LAUNCHED)
+                    excess -= min(of_ranks[rank][DEVICE], max(launching, 0.0))
                     suspect = self._suspects[rank, kind]
                     suspect.add(steps, {name: of_ranks[rank][name] for name in usual}, usual, excess)
-                    found += _news(suspect, suspect.verdict(rank, parts), steps)
+                    found += _news(suspect, steps)
         return found
 
 
-def _news(suspect: _Suspect, now: SlowRank, steps: int) -> list[SlowRank]:
+def _news(suspect: _Suspect, steps: int) -> list[SlowRank]:
     """Return what there is to say: each verdict once, and another one when it has held for `EVIDENCE_STEPS`."""
-    said = suspect.said
+    said, now = suspect.said, suspect.verdict()
     if said is not None and suspect.evidence == 0:
         suspect.said = None
         return [replace(said, ended=True)]
@@ -395,7 +433,7 @@ class Stragglers(Callback):
 
     def _seconds_per_step(self) -> dict[str, list[float]]:
         """Return the seconds per step of each part, rank by rank; see `StepRecord.rank_seconds`."""
-        found = {name: [sums[name] for sums in self._sums] for name in OWN_WORK}
+        found = {name: [sums[name] for sums in self._sums] for name in (*OWN_WORK, DEVICE)}
         # Nobody waits for the rank of a stage that comes last: what it spends in collectives is the exchange itself.
         within = [sums[COLLECTIVES] for sums in self._sums]
         found["exchange"], found["waiting"] = within[:], [0.0] * len(within)
