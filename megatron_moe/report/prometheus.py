@@ -6,13 +6,13 @@ https://prometheus.io/docs/instrumenting/exposition_formats
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_moe.io.files import replace_text
 from megatron_moe.report.metric import metrics
 from megatron_moe.report.records import EvalRecord, EventRecord, StepRecord
 from megatron_moe.report.sink import Sink
@@ -45,8 +45,8 @@ class _Family:
 class PrometheusSink(Sink):
     """Replaces `path` as a whole with what is known of the run now.
 
-    Each number of a line of metrics.jsonl is a gauge `megatron_moe_KEY`, if KEY is ASCII; it keeps its last known value. A file that cannot be written is one warning,
-    and the run goes on.
+    Each number of a line of metrics.jsonl is a gauge `megatron_moe_KEY`, if KEY is ASCII, which keeps its last known
+    value. A file that cannot be written is one warning, and the run goes on.
 
     Args:
         about: what the run is, as in metrics.run.json: `run_id` and `attempt`.
@@ -118,10 +118,7 @@ class PrometheusSink(Sink):
                 text += family.text(PREFIX + name)
         try:
             self.artifact.parent.mkdir(parents=True, exist_ok=True)
-            # Not onto the disk, as `io/files.py` does: nobody reads it after a crash, and steps would wait.
-            aside = self.artifact.with_name(f".{self.artifact.name}.new")
-            aside.write_text(text, encoding="utf-8")
-            os.replace(aside, self.artifact)
+            replace_text(self.artifact, text, synced=False)  # nobody reads it after a crash, and steps would wait
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True

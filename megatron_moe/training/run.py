@@ -117,10 +117,9 @@ def pretrain(
                 if run.training.skip_train:
                     trainer.reporter.message("nothing is trained or saved (--skip-train)")
                 elif trainer.finished:
-                    done = trainer.progress.iteration
                     trainer.reporter.message(
-                        f"nothing to train: the checkpoint is at iteration {done} of --train-iters "
-                        f"{trainer.run.training.train_iters}"  # which --train-samples may have set
+                        f"nothing to train: the checkpoint is at iteration {trainer.progress.iteration} of --train-iters"
+                        f" {trainer.run.training.train_iters}"  # which --train-samples may have set
                     )
                 every: list[Callback] = [
                     Routes(),

@@ -1,7 +1,8 @@
 """A long run holds no more at its end than at its beginning: memory, handles, threads, children, time and files.
 
 20,000 steps of a tiny MoE on two ranks with all that goes on around training: evaluations, checkpoints in the
-background with retention, metrics, TensorBoard, health, the picture. None of the ranks is named as slow. `tests/soak/long_run.py` judges.
+background with retention, metrics, TensorBoard, health, the picture. None of the ranks is named as slow.
+`tests/soak/long_run.py` judges.
 """
 
 import contextlib
@@ -30,7 +31,8 @@ MOST_BYTES = {"metrics.jsonl": 1500, "metrics.eval.jsonl": 10, "log.txt": 60, "t
 
 def flags(iterations: int) -> list[str]:
     more = f"--log-interval 10 --save-interval {SAVE_EVERY} --async-save --keep-last-k {KEPT} "
-    more += "--tensorboard-dir tensorboard --plot-file plot.png --summary-file summary.json --console plain --log-straggler"
+    more += "--tensorboard-dir tensorboard --plot-file plot.png --summary-file summary.json --console plain "
+    more += "--log-straggler"
     argv = kills.flags(iterations, *kills.LAYOUTS["EP2"][1], *more.split(), eval_interval=EVALUATE_EVERY)
     argv[argv.index("--health-interval") + 1] = "20"
     return argv

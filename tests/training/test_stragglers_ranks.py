@@ -57,7 +57,9 @@ class Slowed(Callback):
         if self.phase == "forward":
             model.register_forward_pre_hook(self._sleep)
         if self.phase == "backward":
-            next(parameter for name, parameter in model.named_parameters() if "final_layernorm" in name).register_hook(self._sleep)
+            for name, parameter in model.named_parameters():
+                if "final_layernorm" in name:
+                    parameter.register_hook(self._sleep)
         for phase, owner, name in (
             ("data", Reader, "read"),
             ("optimizer", optimizer, "step_with_ready_grads"),

@@ -18,11 +18,9 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from statistics import fmean, median
 from types import CodeType, FrameType
 from typing import Any
 
@@ -103,7 +101,9 @@ class PartClock:
         if not self._thread.is_alive():  # its error is on standard error, and nobody may look quick for it
             return dict.fromkeys(now, math.nan)
         taken, self._taken = self._taken, now
-        return {name: now[name] - taken[name] for name in now}
+        for name in now:
+            taken[name] = now[name] - taken[name]
+        return taken
 
     def close(self) -> None:
         """End the thread; a clock that was not started may be closed, too."""
@@ -144,8 +144,10 @@ class PartClock:
                 part = found
                 break
             frame = frame.f_back
-        if part == "save" and any(_is_within(_PUBLISH_CODE, other) for other in frames.values()):
-            part = OTHER  # rank 0 publishes, and the others wait
+        if part == "save":
+            for other in frames.values():
+                if _is_within(_PUBLISH_CODE, other):
+                    part = OTHER  # rank 0 publishes, and the others wait
         return (part, EXPERTS) if in_experts and part == "forward" else (part,)
 
     def _waits_for(self, frame: FrameType) -> str | None:
@@ -182,6 +184,8 @@ def _is_within(code: CodeType, frame: FrameType | None) -> bool:
 
 # The decision.
 
+COLUMNS = (*CLOCKED, "load")
+"""What is known of each rank in an interval: seconds, and the choices that its experts got in one of its steps."""
 ALLOWED = {"step": 0.25, "save": 1.0}
 """How much more own work than the median of the others a rank may have, as a share of it. Disks vary more."""
 EVIDENCE_SECONDS = 2.0
@@ -192,6 +196,7 @@ MEMORY_SECONDS, MEMORY_INTERVALS = 16.0, 16
 """Part and cause are named by so much of a rank's own work, or so many intervals where these are longer."""
 CLEARLY = 2.0
 """By how much another part's excess is above that of the part that was named, for the other one to be named."""
+_COLUMN = dict(zip(COLUMNS, range(len(COLUMNS))))
 _LAUNCHED = ("forward", "backward", "optimizer")
 _WORK = {"step": OWN_WORK[:-1], "save": OWN_WORK[-1:]}
 _LOOK_AT = {
@@ -206,8 +211,7 @@ class SlowRank:
     """A rank that is slow, or no longer is.
 
     seconds: per step in this part of it. usual: the median of the other ranks of its stage. load: choices that its
-    experts got over the stage's mean. experts: whether these explain it. ended: it is as fast as the others
-    again.
+    experts got over the stage's mean. experts: whether these explain it. ended: it is as fast as the others again.
     """
 
     rank: int
@@ -223,52 +227,102 @@ class SlowRank:
         name = f"rank {self.rank} ({host})"
         if self.ended:
             return f"{name} is no longer slow in {self.phase}"
-        took = f"{name} is slow in {self.phase}: {self.seconds:.3f} s a step, the others of its stage {self.usual:.3f} s"
+        took = f"{name} is slow in {self.phase}: {self.seconds:.3f} s a step, the others of its stage {self.usual:.3f}"
         if self.experts:
-            return f"{took}; its experts got {self.load:.2f} times the mean of tokens: balance them, the rank is not slow"
+            return f"{took}; its experts got {self.load:.2f} times the mean of tokens, so balance them"
         return f"{took}; look at {_LOOK_AT[self.phase]}"
 
 
-class _Suspect:
-    """What is known about one rank's work in some parts: those of a step, or a save."""
+def others_median(values: Tensor) -> Tensor:
+    """Return for each of n > 1 values [n, ...] the median of the n - 1 others along the first dimension."""
+    in_order, order = values.sort(dim=0)
+    place = order.argsort(dim=0)
+    total = torch.zeros_like(values)
+    for middle in ((len(values) - 2) // 2, (len(values) - 1) // 2):
+        # The value itself is left out of the order.
+        total += in_order.gather(0, middle + (place <= middle).long())
+    return total / 2
 
-    def __init__(self, rank: int, parts: Sequence[str]) -> None:
-        self.rank, self.parts = rank, parts
-        self.evidence = 0.0
-        self.own: defaultdict[str, float] = defaultdict(float)
-        self.others: defaultdict[str, float] = defaultdict(float)
-        self.steps = 0.0
-        self.said: SlowRank | None = None
-        self.new_for = 0
+
+class _Comparison:
+    """The ranks of one pipeline stage and their work of one kind, in a step or in a save."""
+
+    def __init__(self, ranks: Sequence[int], kind: str) -> None:
+        self._ranks, self._parts, self._allowed = list(ranks), _WORK[kind], ALLOWED[kind]
+        self._evidence = torch.zeros(len(ranks), dtype=torch.float64)
+        # Sums of steps, of what each rank had and of what the others had, since the evidence began.
+        self._steps = torch.zeros_like(self._evidence)
+        self._own = torch.zeros(len(ranks), len(COLUMNS), dtype=torch.float64)
+        self._usual = torch.zeros_like(self._own)
+        self._said: dict[int, SlowRank] = {}
+        self._new_for: Counter[int] = Counter()
         """Steps for which another part or cause than the one that was said has been found."""
 
-    def add(self, steps: int, own: dict[str, float], others: dict[str, float], excess: float) -> None:
-        """Add an interval; `excess` is the own work in it beyond what is allowed, in seconds."""
+    def add(self, steps: int, table: Tensor) -> list[SlowRank]:
+        """Take an interval of all ranks [world, columns]; return what is new."""
+        table = table[self._ranks]
+        work = _of(table, self._parts)
+        if not work.any():  # nothing was saved in these steps
+            return []
+        usual = others_median(table)
+        usual[:, _COLUMN["load"]] = table[:, _COLUMN["load"]].mean()
+        excess = work - (1 + self._allowed) * others_median(work)
+        if self._parts is _WORK["step"]:
+            # What a host takes longer to launch costs nothing while its device is busy.
+            launching = _of(table, _LAUNCHED) - _of(usual, _LAUNCHED)
+            excess -= torch.minimum(table[:, _COLUMN[DEVICE]], launching.clamp(min=0))
         # What was before the evidence began says nothing about its part.
-        kept = 0.0
-        if self.evidence > 0:
-            kept = 1 - min(sum(own[part] for part in self.parts) / MEMORY_SECONDS, 1 / MEMORY_INTERVALS)
-        self.steps = kept * self.steps + steps
-        for name in own:
-            self.own[name] = kept * self.own[name] + own[name]
-            self.others[name] = kept * self.others[name] + others[name]
-        gain = min(excess, steps * EVIDENCE_SECONDS / EVIDENCE_STEPS)
-        self.evidence = min(max(self.evidence + gain, 0.0), EVIDENCE_SECONDS)
+        kept = (1 - (work / MEMORY_SECONDS).clamp(max=1 / MEMORY_INTERVALS)) * (self._evidence > 0)
+        self._steps = kept * self._steps + steps
+        self._own = kept[:, None] * self._own + table
+        self._usual = kept[:, None] * self._usual + usual
+        gain = excess.clamp(max=steps * EVIDENCE_SECONDS / EVIDENCE_STEPS)
+        self._evidence = (self._evidence + gain).clamp(0, EVIDENCE_SECONDS)
+        found = []
+        suspects = (self._evidence >= EVIDENCE_SECONDS).nonzero().flatten().tolist()
+        for row in sorted({*suspects, *self._said}):
+            found += self._news(row, steps)
+        return found
 
-    def excess(self, part: str) -> float:
-        return self.own[part] - self.others[part]
+    def _news(self, row: int, steps: int) -> list[SlowRank]:
+        """Return what there is to say: each verdict once, and another one when it has held for `EVIDENCE_STEPS`."""
+        said, now = self._said.get(row), self._verdict(row)
+        if said is not None and self._evidence[row] == 0:
+            del self._said[row]
+            return [replace(said, ended=True)]
+        if said is not None:
+            self._new_for[row] += steps
+            if (now.phase, now.experts) == (said.phase, said.experts):
+                self._new_for[row] = 0
+            if self._new_for[row] < EVIDENCE_STEPS:
+                return []
+        self._said[row], self._new_for[row] = now, 0
+        return [now]
 
-    def verdict(self) -> SlowRank:
-        """Return what there is to say of this rank if it is slow."""
-        phase = max(self.parts, key=self.excess)
-        if self.said is not None and self.excess(phase) < CLEARLY * self.excess(self.said.phase):
-            phase = self.said.phase
-        load = self.own["load"] / self.others["load"] if self.others["load"] else 1.0
-        # A slow card is slow outside of the experts, too.
-        own, others = (of["forward"] - of[EXPERTS] for of in (self.own, self.others))
-        more = load - 1
-        experts = phase in ("forward", "backward") and more >= ALLOWED["step"] and own <= (1 + more / 2) * others
-        return SlowRank(self.rank, phase, self.own[phase] / self.steps, self.others[phase] / self.steps, load, experts)
+    def _verdict(self, row: int) -> SlowRank:
+        own, usual = dict(zip(COLUMNS, self._own[row].tolist())), dict(zip(COLUMNS, self._usual[row].tolist()))
+        excess = dict(zip(COLUMNS, (self._own[row] - self._usual[row]).tolist()))
+        phase = max(self._parts, key=lambda part: excess[part])
+        said = self._said.get(row)
+        if said is not None and excess[phase] < CLEARLY * excess[said.phase]:
+            phase = said.phase
+        load = 1.0
+        if usual["load"]:
+            load = own["load"] / usual["load"]
+        experts = False
+        if phase in ("forward", "backward") and load >= 1 + ALLOWED["step"]:
+            # A slow card is slow outside of the experts, too.
+            experts = own["forward"] - own[EXPERTS] <= (load + 1) / 2 * (usual["forward"] - usual[EXPERTS])
+        steps = float(self._steps[row])
+        return SlowRank(self._ranks[row], phase, own[phase] / steps, usual[phase] / steps, load, experts)
+
+
+def _of(table: Tensor, parts: Sequence[str]) -> Tensor:
+    """Return the sum of these columns [n] of a table [n, columns]."""
+    total = torch.zeros_like(table[:, 0])
+    for part in parts:
+        total += table[:, _COLUMN[part]]
+    return total
 
 
 class SlowRanks:
@@ -282,58 +336,23 @@ class SlowRanks:
     """
 
     def __init__(self, stages: Iterable[Sequence[int]]) -> None:
-        self._stages = [tuple(ranks) for ranks in stages if len(ranks) > 1]
-        self._suspects = {}
-        for kind, parts in _WORK.items():
-            for rank in chain.from_iterable(self._stages):
-                self._suspects[rank, kind] = _Suspect(rank, parts)
+        self._comparisons = []
+        for ranks in stages:
+            if len(ranks) > 1:
+                self._comparisons += [_Comparison(ranks, "step"), _Comparison(ranks, "save")]
 
-    def add(self, steps: int, of_ranks: Sequence[Mapping[str, float]]) -> list[SlowRank]:
+    def add(self, steps: int, table: Tensor) -> list[SlowRank]:
         """Return what is new: a slow rank, another part or cause of one, or its end.
 
         Args:
             steps: what the interval has.
-            of_ranks: per rank the seconds that `PartClock` counted, and "load", the choices that its experts got.
+            table: fp64 [world, columns] of `COLUMNS`; NaN where a rank's clock has failed, and nothing is compared.
         """
         found: list[SlowRank] = []
-        if any(math.isnan(times[OTHER]) for times in of_ranks):
-            return found
-        for ranks in self._stages:
-            for kind, parts in _WORK.items():
-                work = {rank: sum(of_ranks[rank][part] for part in parts) for rank in ranks}
-                if kind == "save" and not any(work.values()):
-                    continue  # nothing was saved in these steps
-                for rank in ranks:
-                    others = [other for other in ranks if other != rank]
-                    usual = {}
-                    for name in (*parts, EXPERTS):
-                        usual[name] = median(of_ranks[other][name] for other in others)
-                    usual["load"] = fmean(of_ranks[one]["load"] for one in ranks)
-                    excess = work[rank] - (1 + ALLOWED[kind]) * median(work[other] for other in others)
-                    # What a host takes longer to launch costs nothing while its device is busy.
-                    launching = sum(of_ranks[rank][part] - usual[part] for part in parts if part in _LAUNCHED)
-                    excess -= min(of_ranks[rank][DEVICE], max(launching, 0.0))
-                    suspect = self._suspects[rank, kind]
-                    suspect.add(steps, {name: of_ranks[rank][name] for name in usual}, usual, excess)
-                    found += _news(suspect, steps)
+        if not table.isnan().any():
+            for comparison in self._comparisons:
+                found += comparison.add(steps, table)
         return found
-
-
-def _news(suspect: _Suspect, steps: int) -> list[SlowRank]:
-    """Return what there is to say: each verdict once, and another one when it has held for `EVIDENCE_STEPS`."""
-    said, now = suspect.said, suspect.verdict()
-    if said is not None and suspect.evidence == 0:
-        suspect.said = None
-        return [replace(said, ended=True)]
-    if said is None and suspect.evidence < EVIDENCE_SECONDS:
-        return []
-    if said is not None:
-        is_other = (now.phase, now.experts) != (said.phase, said.experts)
-        suspect.new_for = suspect.new_for + steps if is_other else 0
-        if suspect.new_for < EVIDENCE_STEPS:
-            return []
-    suspect.said, suspect.new_for = now, 0
-    return [now]
 
 
 # The callback.
@@ -349,22 +368,21 @@ class Stragglers(Callback):
         super().attach(trainer)
         if not trainer.run.logging.log_straggler:
             return
-        ranks = all_gather_object((socket.gethostname(), trainer.rank_facts.pp_rank))
-        self._hosts = [host for host, _ in ranks]
-        stages: defaultdict[int, list[int]] = defaultdict(list)
-        for rank, (_, stage) in enumerate(ranks):
-            stages[stage].append(rank)
-        self._stages = list(stages.values())
-        self._slow = SlowRanks(self._stages)
+        self._hosts: list[str] = []
+        self._stages: defaultdict[int, list[int]] = defaultdict(list)
+        for rank, (host, stage) in enumerate(all_gather_object((socket.gethostname(), trainer.rank_facts.pp_rank))):
+            self._hosts.append(host)
+            self._stages[stage].append(rank)
+        self._slow = SlowRanks(self._stages.values())
         self._load: HostCopy | None = None
         self._gathering: tuple[dist.Work, list[Tensor], int] | None = None
-        self._sums: list[defaultdict[str, float]] = [defaultdict(float) for _ in ranks]
+        self._sums = torch.zeros(len(self._hosts), len(COLUMNS), dtype=torch.float64)
         self._sent_at, self._steps = trainer.progress.iteration, 0
         self._clock = PartClock(platform.has_cuda())
 
     def notes(self) -> Sequence[str]:
         """Say where no rank has another one to be compared with."""
-        if self._clock is None or any(len(ranks) > 1 for ranks in self._stages):
+        if self._clock is None or len(self._stages) < len(self._hosts):
             return ()
         return ("--log-straggler: no rank is compared, as each is alone in its pipeline stage; its times are recorded",)
 
@@ -386,7 +404,7 @@ class Stragglers(Callback):
         if step.iteration % options.log_interval == 0 and self._steps:
             step.rank_seconds = self._seconds_per_step()
             self._steps = 0
-            self._sums = [defaultdict(float) for _ in self._sums]
+            self._sums.zero_()
 
     def after_training(self) -> None:
         """Take what was gathered last."""
@@ -399,46 +417,49 @@ class Stragglers(Callback):
 
     def _send(self, own: dict[str, float], iteration: int, update: RouterUpdate) -> None:
         # Counts of an interval before: they have arrived, so that no host waits for its device.
-        load = 0.0 if self._load is None else float(self._load.result())
+        load = 0.0
+        if self._load is not None:
+            load = float(self._load.result())
         self._load = self._load_of(update)
-        mine = torch.tensor([own[name] for name in CLOCKED] + [load], dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in self._hosts]
-        into = rows if self.trainer.rank_facts.rank == 0 else None
-        work = dist.gather(mine, into, dst=0, group=host_group(), async_op=True)
+        mine = torch.tensor([*own.values(), load], dtype=torch.float64)
+        rows: list[Tensor] = []
+        if self.trainer.rank_facts.rank == 0:
+            rows = list(torch.empty(len(self._hosts), len(COLUMNS), dtype=torch.float64))
+        work = dist.gather(mine, rows or None, dst=0, group=host_group(), async_op=True)
         self._gathering = (work, rows, iteration - self._sent_at)
         self._sent_at = iteration
 
     def _load_of(self, update: RouterUpdate) -> HostCopy | None:
         """Return the choices of all layers that this rank's experts got, on their way to the host."""
-        facts = self.trainer.rank_facts
-        own = [counts.view(facts.ep_size, -1)[facts.ep_rank].sum() for counts in update.tokens_per_expert]
-        return HostCopy(torch.stack(own).sum()) if own else None
+        facts, total = self.trainer.rank_facts, None
+        for counts in update.tokens_per_expert:
+            own = counts.view(facts.ep_size, -1)[facts.ep_rank].sum()
+            total = own if total is None else total + own
+        return None if total is None else HostCopy(total)
 
     def _take(self) -> None:
         if self._gathering is None:
             return
         (work, rows, steps), self._gathering = self._gathering, None
         work.wait()
-        if self.trainer.rank_facts.rank != 0:
+        if not rows:  # not rank 0
             return
-        of_ranks = [dict(zip((*CLOCKED, "load"), row.tolist())) for row in rows]
+        table = torch.stack(rows)
         self._steps += steps
-        for sums, times in zip(self._sums, of_ranks):
-            for name, value in times.items():
-                sums[name] += value
-        for slow in self._slow.add(steps, of_ranks):
+        self._sums += table
+        for slow in self._slow.add(steps, table):
             host = self._hosts[slow.rank]
-            facts = {"rank": slow.rank, "host": host, "phase": slow.phase, "experts": slow.experts, "ended": slow.ended}
+            facts: dict[str, Any] = {"rank": slow.rank, "host": host, "phase": slow.phase}
+            facts |= {"experts": slow.experts, "ended": slow.ended}
             self.trainer.reporter.event("slow", slow.text(host), **facts)
 
     def _seconds_per_step(self) -> dict[str, list[float]]:
         """Return the seconds per step of each part, rank by rank; see `StepRecord.rank_seconds`."""
-        found = {name: [sums[name] for sums in self._sums] for name in (*OWN_WORK, DEVICE)}
+        per_step = (self._sums / self._steps).round(decimals=5)
+        found = {name: per_step[:, _COLUMN[name]].tolist() for name in (*OWN_WORK, DEVICE)}
         # Nobody waits for the rank of a stage that comes last: what it spends in collectives is the exchange itself.
-        within = [sums[COLLECTIVES] for sums in self._sums]
-        found["exchange"], found["waiting"] = within[:], [0.0] * len(within)
-        for ranks in self._stages:
-            least = min(within[rank] for rank in ranks)
-            for rank in ranks:
-                found["exchange"][rank], found["waiting"][rank] = least, within[rank] - least
-        return {name: [round(one / self._steps, 5) for one in values] for name, values in found.items()}
+        exchange = per_step[:, _COLUMN[COLLECTIVES]].clone()
+        for ranks in self._stages.values():
+            exchange[ranks] = exchange[ranks].min()
+        waiting = (per_step[:, _COLUMN[COLLECTIVES]] - exchange).round(decimals=5)
+        return {**found, "exchange": exchange.tolist(), "waiting": waiting.tolist()}
