@@ -118,8 +118,8 @@ def pretrain(
                     trainer.reporter.message("nothing is trained or saved (--skip-train)")
                 elif trainer.finished:
                     trainer.reporter.message(
-                        f"nothing to train: the checkpoint is at iteration {trainer.progress.iteration} of --train-iters"
-                        f" {trainer.run.training.train_iters}"  # which --train-samples may have set
+                        f"nothing to train: the checkpoint is at iteration {trainer.progress.iteration} of "
+                        f"--train-iters {trainer.run.training.train_iters}"  # which --train-samples may have set
                     )
                 every: list[Callback] = [
                     Routes(),

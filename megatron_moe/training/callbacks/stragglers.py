@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import socket
 import sys
 import threading
@@ -29,11 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import graph
 
-from megatron_moe import platform
+from megatron_moe import moe, platform
 from megatron_moe.checkpoint.errors import all_gather_object, on_rank_zero
 from megatron_moe.checkpoint.save import CheckpointSave
 from megatron_moe.data.batches import BatchIterator
-from megatron_moe.moe.layer import MoELayer
 from megatron_moe.parallel.groups import host_group
 from megatron_moe.platform.hardware import HostCopy
 from megatron_moe.report.records import OWN_WORK
@@ -47,7 +47,7 @@ from megatron_moe.training.trainer import Trainer
 COLLECTIVES, DEVICE, OTHER = "collectives", "device", "other"
 """Inside a collective, waiting for this rank's CUDA device, and what is compared with no one."""
 EXPERTS = "experts"
-"""The time of the forward pass inside the routed experts."""
+"""The time of the forward pass inside the MoE layers, which grows with the tokens that a rank's experts get."""
 
 # The clock.
 
@@ -71,7 +71,8 @@ _PART_OF_CODE = {
     _code(on_rank_zero): OTHER,  # what one rank does for all is no slowness
 }
 """Functions whose frame says what a thread is doing; the innermost one on the stack counts."""
-_EXPERTS_CODE, _PUBLISH_CODE = _code(MoELayer.compute_experts), _code(CheckpointSave.publish)
+_PUBLISH_CODE = _code(CheckpointSave.publish)
+_MOE_FOLDER = os.path.dirname(moe.__file__)
 
 
 class PartClock:
@@ -139,7 +140,7 @@ class PartClock:
             if code not in self._part_of:
                 self._part_of[code] = _part_of(code)
             found = self._part_of[code]
-            in_experts = in_experts or code is _EXPERTS_CODE
+            in_experts = in_experts or code.co_filename.startswith(_MOE_FOLDER)
             if found is not None:
                 part = found
                 break
@@ -311,7 +312,7 @@ class _Comparison:
             load = own["load"] / usual["load"]
         experts = False
         if phase in ("forward", "backward") and load >= 1 + ALLOWED["step"]:
-            # A slow card is slow outside of the experts, too.
+            # A slow card is slow outside of the MoE layers, too.
             experts = own["forward"] - own[EXPERTS] <= (load + 1) / 2 * (usual["forward"] - usual[EXPERTS])
         steps = float(self._steps[row])
         return SlowRank(self._ranks[row], phase, own[phase] / steps, usual[phase] / steps, load, experts)
