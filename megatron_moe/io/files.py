@@ -27,27 +27,30 @@ from megatron_moe.io.hashing import FileEntry, HashingFile
 
 
 @contextmanager
-def replacing(path: Path, mode: str = "w", *, sole_writer: bool = False) -> Iterator[IO[Any]]:
+def replacing(path: Path, mode: str = "w", *, sole_writer: bool = False, synced: bool = True) -> Iterator[IO[Any]]:
     """Open a file next to `path` for writing; it takes the place of `path` if the block ends well, else it is removed.
 
     Args:
         mode: "w" for text in UTF-8, or "wb".
         sole_writer: see `written_aside`.
+        synced: whether it is put onto the disk; without it, a crash of the machine may leave an empty file.
     """
-    with written_aside(path, sole_writer=sole_writer) as aside:
+    with written_aside(path, sole_writer=sole_writer, synced=synced) as aside:
         with open(aside, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                os.fsync(file.fileno())
 
 
 @contextmanager
-def written_aside(path: Path, *, sole_writer: bool = False) -> Iterator[Path]:
+def written_aside(path: Path, *, sole_writer: bool = False, synced: bool = True) -> Iterator[Path]:
     """Yield a path next to `path` for a file that replaces it at the end; the block has to put it onto the disk.
 
     Args:
         sole_writer: a lock ensures that no other process writes `path`. The name aside is then fixed, so that what a
             killed process left there is overwritten by the next one.
+        synced: whether the folder is put onto the disk, too.
     """
     aside = path.with_name(f".{path.name}.new" if sole_writer else f".{path.name}.{os.getpid()}.new")
     try:
@@ -57,12 +60,13 @@ def written_aside(path: Path, *, sole_writer: bool = False) -> Iterator[Path]:
         with suppress(OSError):
             aside.unlink()
         raise
-    sync(path.parent)
+    if synced:
+        sync(path.parent)
 
 
-def replace_text(path: Path, text: str, *, sole_writer: bool = False) -> None:
-    """Replace a file by one that holds `text` in UTF-8."""
-    with replacing(path, sole_writer=sole_writer) as file:
+def replace_text(path: Path, text: str, *, sole_writer: bool = False, synced: bool = True) -> None:
+    """Replace a file by one that holds `text` in UTF-8; arguments are those of `replacing`."""
+    with replacing(path, sole_writer=sole_writer, synced=synced) as file:
         file.write(text)
 
 

@@ -236,7 +236,7 @@ refuse(
 unread(("allow_suspicious_weights",), "load_hf", "is about the folder of --load-hf; drop it", needs=FILES)
 
 
-_WRITTEN_FILES = ("metrics_file", "plot_file", "report_file", "summary_file")
+_WRITTEN_FILES = ("metrics_file", "plot_file", "report_file", "summary_file", "prometheus_file")
 
 
 _WRITTEN_FOLDERS = ("save", "tensorboard_dir", "fault_dir", "wandb_save_dir", "moe_routing_trace_path")
@@ -267,6 +267,16 @@ def written_files_differ(run: Run) -> None:
         taken.setdefault(path, name)
 
 
+refuse(
+    "prometheus_file_is_collected",
+    ("prometheus_file",),
+    "node_exporter reads names that end in .prom alone; e.g. --prometheus-file FOLDER/moe.prom",
+    when=lambda run: not (run.logging.prometheus_file or ".prom").endswith(".prom"),
+    needs=FILES,
+)
+unread(
+    ("straggler_interval",), "log_straggler", "no rank's time is exchanged; add --log-straggler or drop it", needs=FILES
+)
 # They are drawn from the metrics file, and so include interrupted runs.
 unread(
     ("plot_file", "report_file"),
