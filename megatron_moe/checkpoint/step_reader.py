@@ -24,6 +24,8 @@ from megatron_moe.io.hashing import FileEntry
 AVERAGE = "optimizer.state.ema."
 """The key of the average of a weight is this and the weight's key; see `sharded.py`."""
 COMMON = "common.pt"
+SMALL_READ = 8192
+"""What is read at once of the small records of an archive, in bytes."""
 LARGEST = 2 * 2**30
 """The largest file of plain values that is read, in bytes."""
 
@@ -50,7 +52,7 @@ def read_file(step: Path, name: str) -> Any:
     Raises:
         UntrustedError: it holds anything else, cannot be read, or is too large.
     """
-    with open(step / name, "rb") as file:
+    with (step / name).open("rb") as file:
         data = file.read(LARGEST + 1)
     if len(data) > LARGEST:
         raise UntrustedError(f"{name} has more than {LARGEST} bytes")
@@ -63,7 +65,7 @@ def read_value(step: Path, key: str, place: StoredBytes) -> Any:
     Raises:
         UntrustedError: it holds anything else, or cannot be read.
     """
-    with open(step / place.file, "rb") as file:
+    with (step / place.file).open("rb", buffering=SMALL_READ) as file:
         file.seek(place.offset)
         return _loaded(file.read(place.length), f"{key} in {place.file}")
 
@@ -202,9 +204,13 @@ class StepReader:
     def _layout(self, key: str, part: TensorPart) -> _Layout:
         """Return the layout of a part from its archive's small records; the elements are not read."""
         place = part.place
-        with open(self.step / place.file, "rb") as file:
+        with (self.step / place.file).open("rb", buffering=SMALL_READ) as file:
             try:
-                value = torch.load(cast(IO[bytes], Section(file, place)), map_location="meta", weights_only=True)
+                value = torch.load(
+                    cast(IO[bytes], Section(cast(io.BufferedReader, file), place)),
+                    map_location="meta",
+                    weights_only=True,
+                )
             except Exception as error:  # whatever an archive made for it can raise
                 raise UntrustedError(f"{key} in {place.file} is damaged or harmful: {words(error)}") from None
         fits = isinstance(value, Tensor) and value.dtype == self.dtype(key) and tuple(value.shape) == part.shape
@@ -226,11 +232,11 @@ class StepReader:
     def _bytes(self, place: StoredBytes, first: int, content: Tensor) -> Tensor:
         """Fill bytes of host memory with those of a file from `first` on, and return them."""
         count = content.numel()
-        with open(self.step / place.file, "rb", buffering=0) as file:
+        with (self.step / place.file).open("rb", buffering=0) as file:
             file.seek(first)
             view, done = memoryview(content.numpy()), 0
             while done < count:
-                got = file.readinto(view[done:])
+                got = cast(Any, file).readinto(view[done:])
                 if not got:
                     raise UntrustedError(f"{place.file} ends {count - done} bytes early")
                 done += got

@@ -9,7 +9,13 @@ from urllib.parse import urlsplit
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.paths import require_writable_file, require_writable_folder
+from megatron_moe.config.paths import (
+    is_url,
+    on_disk,
+    require_store,
+    require_writable_file,
+    require_writable_folder,
+)
 from megatron_moe.config.rules.rule import FILES, Refusal, refuse, rule, set_among, unread, value
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS, TOKENIZER_FILES
 from megatron_moe.config.schema import Run
@@ -223,7 +229,11 @@ def written_paths_are_writable(run: Run) -> None:
     audit = ("audit_precision_output",) if run.precision.audit_precision else ()
     for name in _WRITTEN_FOLDERS:
         if value(run, name) is not None:
-            require_writable_folder(all_fields()[name].flag, value(run, name))
+            given = value(run, name)
+            if name == "save" and is_url(given):
+                require_store("--save", given)
+            else:
+                require_writable_folder(all_fields()[name].flag, given)
     for name in (*_WRITTEN_FILES, *audit):
         if value(run, name) is not None:
             require_writable_file(all_fields()[name].flag, value(run, name), in_new_folder=True)
@@ -265,10 +275,10 @@ def profile_is_a_range_of_steps(run: Run, world_size: int) -> None:
     beyond = [rank for rank in options.profile_ranks if rank >= world_size]
     if beyond:
         raise Refusal(("profile", "profile_ranks"), f"there are {world_size} ranks, from 0; use --profile-ranks 0")
-    if options.use_pytorch_profiler and options.tensorboard_dir is None and run.checkpoint.save is None:
+    if options.use_pytorch_profiler and options.tensorboard_dir is None and on_disk(run.checkpoint.save) is None:
         raise Refusal(
             ("use_pytorch_profiler", "tensorboard_dir", "save"),
-            "traces need a folder; add --tensorboard-dir, or --save",
+            "traces need a folder on a disk; add --tensorboard-dir, or --save",
         )
 
 

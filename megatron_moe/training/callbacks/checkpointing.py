@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megatron_moe import platform
@@ -11,6 +10,7 @@ from megatron_moe.checkpoint.errors import SaveError, on_rank_zero
 from megatron_moe.checkpoint.folder import step_folder
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.data.checks import Fingerprint, changed_since
+from megatron_moe.io.object_storage import location
 from megatron_moe.platform import numerics
 from megatron_moe.report.run_info import versions
 from megatron_moe.training.callback import Callback, Step
@@ -108,7 +108,7 @@ def save(trainer: Trainer) -> None:
     with gathered_parameters(trainer.trained.model):
         begun = trainer.saver.save(trainer.trained, trainer.progress, facts)
     if begun:
-        trainer.saved = step_folder(Path(trainer.run.checkpoint.save or ""), iteration)
+        trainer.saved = step_folder(location(trainer.run.checkpoint.save or ""), iteration)
 
 
 def require_unchanged_data(data: Fingerprint) -> None:
