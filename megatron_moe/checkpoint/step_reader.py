@@ -11,7 +11,7 @@ import math
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -204,13 +204,10 @@ class StepReader:
     def _layout(self, key: str, part: TensorPart) -> _Layout:
         """Return the layout of a part from its archive's small records; the elements are not read."""
         place = part.place
-        with (self.step / place.file).open("rb", buffering=SMALL_READ) as file:
+        with (self.step / place.file).open("rb", buffering=0) as file:
+            archive = io.BufferedReader(Section(file, place), SMALL_READ)
             try:
-                value = torch.load(
-                    cast(IO[bytes], Section(cast(io.BufferedReader, file), place)),
-                    map_location="meta",
-                    weights_only=True,
-                )
+                value = torch.load(archive, map_location="meta", weights_only=True)
             except Exception as error:  # whatever an archive made for it can raise
                 raise UntrustedError(f"{key} in {place.file} is damaged or harmful: {words(error)}") from None
         fits = isinstance(value, Tensor) and value.dtype == self.dtype(key) and tuple(value.shape) == part.shape
@@ -256,7 +253,7 @@ def _in_order(extent: list[int], stride: tuple[int, ...]) -> bool:
 class Section(io.RawIOBase):
     """One value of a data file, readable as a file of its own."""
 
-    def __init__(self, file: io.BufferedReader, place: StoredBytes) -> None:
+    def __init__(self, file: Any, place: StoredBytes) -> None:
         self._file, self._place, self._position = file, place, 0
 
     def readable(self) -> bool:

@@ -40,7 +40,13 @@ class StoreError(OSError, ConfigError):
 
 
 def location(given: str) -> Path:
-    """Return the path of a flag's value: an `ObjectPath` for a URL, but a file's own path for file://PATH."""
+    """Return the path of a flag's value: an `ObjectPath` for a URL, but a file's own path for file://PATH.
+
+    Raises:
+        ConfigError: fsspec would read the URL as a pattern, and remove whatever fits it.
+    """
+    if is_url(given) and set("*?[]") & set(given):
+        raise ConfigError(f"{given}: has *, ? or brackets, which make a pattern of a URL; use a name without them")
     if given.startswith("file://"):
         return Path(given.removeprefix("file://"))
     return ObjectPath(given) if is_url(given) else Path(given)

@@ -7,27 +7,32 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from megatron_moe.io.object_storage import ObjectPath
+from megatron_moe.io.object_storage import ObjectPath, _file_system
 from tests.helpers import beside
 
-KILL = -1
-"""Instead of the status of a refusal: kill the process that asks."""
+LATE = 504
+"""The status of an answer that comes late."""
+KILL = -503
+"""The status of an answer that nobody gets: the process that asked is killed."""
 
 
 class Fault(NamedTuple):
     """What happens at the `number`-th request, from 0 on, and at the next ones: it is refused, or its process killed.
 
-    carried_out: whether it is carried out all the same. path: part of a URL; the requests that have it count.
+    what: the status, or KILL. carried_out: whether it is carried out all the same. only: a pattern, as of file names;
+    the requests that fit count.
     """
 
-    number: int
+    number: int = 0
     what: int = KILL
     carried_out: bool = False
     times: int = 1
-    path: str = ""
+    only: str = "*"
 
 
 class ObjectStore:
@@ -47,9 +52,7 @@ class ObjectStore:
         self._s3 = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True, request_handler=Quiet)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._fault: Fault | None = None
-        self._pid = 0
-        self.requests: list[str] = []
+        self.arm()
         self.environment = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.port}",
             "AWS_ACCESS_KEY_ID": "key",
@@ -75,15 +78,23 @@ class ObjectStore:
 
     def arm(self, fault: Fault | None = None, pid: int = 0) -> None:
         """Count requests from here on, and let this fault happen to process `pid`."""
-        self.requests, self._fault, self._pid = [], fault, pid
+        self._fault: Fault | None
+        self.requests: list[str]
+        self.asked = 0
+        self.requests, self._fitting, self._fault, self._pid = [], 0, fault, pid
+
+    def disarm(self) -> None:
+        """Let no fault happen from here on; `asked` then says how many requests there were."""
+        self._fault, self.asked = None, len(self.requests)
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}"
-        fault, happens = self._fault, False
-        if fault is None or fault.path in request:
-            self.requests.append(request)
-            happens = fault is not None and 0 <= len(self.requests) - 1 - fault.number < fault.times
-        if fault is None or not happens:
+        self.requests.append(request)
+        fault, number = self._fault, self._fitting
+        if fault is None or not fnmatchcase(request, fault.only):
+            return self._s3(environ, start)  # type: ignore[no-any-return]
+        self._fitting += 1
+        if not 0 <= number - fault.number < fault.times:
             return self._s3(environ, start)  # type: ignore[no-any-return]
         if fault.carried_out:
             list(self._s3(environ, lambda *_: None))
@@ -91,7 +102,9 @@ class ObjectStore:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         if fault.what == KILL:
             os.kill(self._pid, signal.SIGKILL)
-        start(f"{max(fault.what, 500)} Refused", [("Content-Length", "0")])
+        if fault.what == LATE:
+            time.sleep(1.0)
+        start(f"{abs(fault.what)} Refused", [("Content-Length", "0")])
         return [b""]
 
 
@@ -117,4 +130,13 @@ def in_a_fork(store: ObjectStore, work: Callable[[], Any], fault: Fault | None =
     os.close(ready)
     store.arm(fault, child)
     os.close(go)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    store.disarm()
+    return status
+
+
+def use(environment: dict[str, str]) -> None:
+    """Let this process, a rank of a test, find the store."""
+    beside.find_them()
+    os.environ.update(environment)
+    _file_system.cache_clear()
