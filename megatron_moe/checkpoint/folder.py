@@ -35,7 +35,7 @@ from typing import Any
 
 from megatron_moe.checkpoint import manifest
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.paths import require_readable
+from megatron_moe.config.paths import require_readable, require_store
 from megatron_moe.io.files import free_bytes, remove_tree, replace_text, sync
 from megatron_moe.io.hashing import FileEntry
 from megatron_moe.io.object_storage import ObjectPath, StoreError
@@ -125,7 +125,10 @@ def find_step(
         ConfigError: `root` is something else, the step wanted is not there or not sound, the newest step is of an
             earlier format, or none of several steps is sound.
     """
-    require_readable("--load", str(root))
+    if isinstance(root, ObjectPath):
+        require_store("--load", str(root))
+    else:
+        require_readable("--load", str(root))
     available = steps(root)
     if root.exists():  # it has to be a folder of checkpoints; what is something else is told with the way that works
         if not root.is_dir():

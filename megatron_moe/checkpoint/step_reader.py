@@ -20,10 +20,13 @@ from megatron_moe.checkpoint import index, manifest
 from megatron_moe.checkpoint.index import StepIndex, StoredBytes, TensorPart, UntrustedError
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.hashing import FileEntry
+from megatron_moe.io.object_storage import ObjectPath
 
 AVERAGE = "optimizer.state.ema."
 """The key of the average of a weight is this and the weight's key; see `sharded.py`."""
 COMMON = "common.pt"
+SMALL_PART = 2**20
+"""Up to how many bytes a part of a tensor is read from an object store as a whole."""
 SMALL_READ = 8192
 """What is read at once of the small records of an archive, in bytes."""
 LARGEST = 2 * 2**30
@@ -134,6 +137,7 @@ class StepReader:
         except (UntrustedError, manifest.ManifestError, OSError) as error:
             raise ConfigError(f"{step}: refused: {error}") from error
         self._layouts: dict[StoredBytes, _Layout] = {}
+        self._small: tuple[StoredBytes | None, Tensor] = None, torch.empty(0)
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype in which a tensor is stored."""
@@ -205,7 +209,10 @@ class StepReader:
         """Return the layout of a part from its archive's small records; the elements are not read."""
         place = part.place
         with (self.step / place.file).open("rb", buffering=0) as file:
-            archive = io.BufferedReader(Section(file, place), SMALL_READ)
+            archive: Any = io.BufferedReader(Section(file, place), SMALL_READ)
+            if isinstance(self.step, ObjectPath) and place.length <= SMALL_PART:  # one request for it all
+                whole = self._bytes(place, place.offset, torch.empty(place.length, dtype=torch.uint8))
+                archive, self._small = io.BytesIO(memoryview(whole.numpy())), (place, whole)
             try:
                 value = torch.load(archive, map_location="meta", weights_only=True)
             except Exception as error:  # whatever an archive made for it can raise
@@ -228,7 +235,9 @@ class StepReader:
 
     def _bytes(self, place: StoredBytes, first: int, content: Tensor) -> Tensor:
         """Fill bytes of host memory with those of a file from `first` on, and return them."""
-        count = content.numel()
+        count, (small, whole) = content.numel(), self._small
+        if small == place:
+            return content.copy_(whole[first - place.offset :][:count])
         with (self.step / place.file).open("rb", buffering=0) as file:
             file.seek(first)
             view, done = memoryview(content.numpy()), 0

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
 from megatron_moe.config.errors import ConfigError
 
 _LFS = b"version https://git-lfs"
+_URL = re.compile(r"[a-z][a-z0-9+.-]*:/", re.ASCII)  # of two slashes, pathlib makes one
 MOST_BYTES_OF_SETTINGS = 16 * 2**20
 """Settings are some kilobytes; a device such as /dev/zero never ends."""
 
 
 def is_url(given: str) -> bool:
     """Return whether a flag names a place in an object store, such as s3://BUCKET/NAME, and not one on a disk."""
-    return "://" in given
+    return _URL.match(given) is not None
 
 
 def on_disk(given: str | None) -> str | None:
@@ -87,9 +89,7 @@ def require_readable(flag: str, given: str) -> None:
     Raises:
         ConfigError: the message names the flag.
     """
-    if is_url(given):
-        require_store(flag, given)
-        return
+    require_on_disk(flag, given)
     try:
         found = os.stat(given)
     except (FileNotFoundError, NotADirectoryError):

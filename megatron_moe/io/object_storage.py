@@ -47,8 +47,8 @@ def location(given: str) -> Path:
     """
     if is_url(given) and set("*?[]") & set(given):
         raise ConfigError(f"{given}: has *, ? or brackets, which make a pattern of a URL; use a name without them")
-    if given.startswith("file://"):
-        return Path(given.removeprefix("file://"))
+    if given.startswith("file:/"):
+        return Path(given.removeprefix("file:")).resolve()
     return ObjectPath(given) if is_url(given) else Path(given)
 
 

@@ -192,7 +192,7 @@ STATUS["killed at every request"] = {-9, 0}
 STATUS["every request refused from one on"] = {3, 0}
 
 
-@pytest.mark.parametrize("kind", rows(FAULTS, test=["killed", "refused once", "refused"]))
+@pytest.mark.parametrize("kind", rows(FAULTS, test=["killed", "refused"]))
 def test_a_save_that_ends_at_any_request_leaves_a_whole_step(store, kind):
     seen: dict[int, int] = {}
     for fault in FAULTS[kind]:

@@ -6,12 +6,19 @@ from typing import Any
 import pytest
 
 from megatron_moe.checkpoint import folder, manifest
-from megatron_moe.io.object_storage import ObjectPath
+from megatron_moe.checkpoint import lock as writer_lock
 from tests.helpers import object_store, trained_steps
 from tests.helpers.object_store import Fault, ObjectStore
 from tests.helpers.trained_steps import SMALL
 
-RUN = {**SMALL, "train_iters": 4, "save_interval": 2, "use_distributed_optimizer": True, "bf16": True}
+RUN = {
+    **SMALL,
+    "num_layers": 1,
+    "moe_layer_freq": "[1]",
+    "train_iters": 4,
+    "save_interval": 2,
+    "use_distributed_optimizer": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +60,60 @@ def test_a_run_that_goes_on_from_a_store_has_the_bits_of_one_on_a_disk(gloo, sto
     assert content(root / "iter_0000006") == content(tmp_path / "iter_0000006")
     left = {entry.name for entry in root.iterdir()}
     assert left == {folder.OWNER, folder.LATEST, "iter_0000004", "iter_0000006"}
+
+
+def test_damage_in_a_store_is_found_by_all_ranks_and_the_step_before_is_loaded(gloo, store):
+    root = store.bucket("damage")
+    flags = {**RUN, "save": str(root), "load": str(root)}
+    gloo.run(2, trained, flags=flags, environment=store.environment)
+    flipped = root / "iter_0000004" / "__1_0.distcp"
+    data = bytearray(flipped.read_bytes())
+    data[len(data) // 2] ^= 4
+    flipped.write_bytes(data)
+    first, second = gloo.run(2, trained, flags={**flags, "ckpt_step": 4}, environment=store.environment)
+    assert first == second and "__1_0.distcp does not hold what was saved" in first
+    gloo.run(2, trained, flags=flags, environment=store.environment)
+    assert manifest.content_defect(root / "iter_0000004", manifest.read(root / "iter_0000004").files) is None
+    assert (root / "iter_0000004.bad" / "__1_0.distcp").read_bytes() == data
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (Fault(what=500, times=999, only="PUT */iter_0000004/__1_0.distcp*"), "rank 1: "),
+        (Fault(what=500, times=999, only="PUT */iter_0000004/manifest.json*"), "manifest.json"),
+    ],
+    ids=["a rank", "the manifest"],
+)
+def test_a_save_that_the_store_refuses_stops_all_ranks_with_the_reason_and_leaves_the_step_before(
+    gloo, store, fault, said
+):
+    root = store.bucket("refused" + fault.only[-6].lower())
+    flags = {**RUN, "save": str(root)}
+    store.arm(fault)
+    first, second = gloo.run(2, trained, flags=flags, environment=store.environment)
+    store.disarm()
+    assert first == second and first.startswith("SaveError: step 4 was not saved: ") and said in first
+    assert "Internal Server Error" in first and f"earlier steps in {root} stay" in first
+    assert {entry.name for entry in root.iterdir()} == {folder.OWNER, folder.LATEST, "iter_0000002"}
+
+
+def test_a_store_that_fails_while_a_step_is_read_ends_the_run_and_loads_no_older_step(gloo, store):
+    root = store.bucket("outage")
+    flags = {**RUN, "save": str(root), "load": str(root)}
+    gloo.run(2, trained, flags=flags, environment=store.environment)
+    store.arm(Fault(what=503, times=999, only="GET */iter_0000004/__0_0.distcp*"))
+    first, second = gloo.run(2, trained, flags={**flags, "train_iters": 6}, environment=store.environment)
+    store.disarm()
+    assert first == second and first.startswith("ConfigError: ") and "__0_0.distcp" in first
+    assert folder.steps(root) == [2, 4] and not (root / "iter_0000004.bad").exists()
+
+
+def test_a_second_run_is_refused(gloo, store):
+    root = store.bucket("second")
+    folder.claim_root(root)
+    lock, _ = writer_lock.acquire(root)
+    with lock:
+        for text in gloo.run(2, trained, flags={**RUN, "save": str(root)}, environment=store.environment):
+            assert "another job writes there" in text and "remove s3://second/run/.writer.lock" in text
+    assert folder.steps(root) == []
