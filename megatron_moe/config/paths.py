@@ -7,7 +7,7 @@ import re
 import stat
 from pathlib import Path
 
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, MissingPackage
 
 _LFS = b"version https://git-lfs"
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:/", re.ASCII)  # of two slashes, pathlib makes one
@@ -52,7 +52,7 @@ def require_store(flag: str, given: str) -> None:
         ) from None
     except ImportError:
         package = known_implementations[scheme]["class"].partition(".")[0]
-        raise ConfigError(f"{flag} {given}: needs a package that is not installed; pip install {package}") from None
+        raise MissingPackage(f"{flag} {given}: needs a package that is not installed; pip install {package}") from None
 
 
 def read_settings(flag: str, path: str, kind: str) -> str:

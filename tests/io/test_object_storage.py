@@ -14,7 +14,7 @@ from megatron_moe.config.paths import require_store
 from megatron_moe.io import object_storage
 from megatron_moe.io.files import new_file, remove_tree, replace_text, sync
 from megatron_moe.io.hashing import sha256_of_file
-from megatron_moe.io.object_storage import ObjectPath, StoreError, location
+from megatron_moe.io.object_storage import StoreError, location
 
 
 @pytest.fixture
