@@ -20,11 +20,6 @@ def is_url(given: str) -> bool:
     return _URL.match(given) is not None
 
 
-def on_disk(given: str | None) -> str | None:
-    """Return a flag's path; None where it is a URL, or there is none."""
-    return None if given is None or is_url(given) else given
-
-
 def require_on_disk(flag: str, given: str) -> None:
     """Refuse a URL where only a path on a disk can be read.
 

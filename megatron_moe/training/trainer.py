@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.state import TrainingProgress, TrainState
-from megatron_moe.config.paths import on_disk
+from megatron_moe.config.paths import is_url
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import Fingerprint
 from megatron_moe.data.mixture import Mixture
@@ -31,8 +31,8 @@ def fault_folder(run: Run) -> Path | None:
     """Return the folder for the reports of faults; None where the flags name none on a disk."""
     if run.faults.fault_dir is not None:
         return Path(run.faults.fault_dir)
-    save = on_disk(run.checkpoint.save)
-    return None if save is None else Path(save) / "faults"
+    save = run.checkpoint.save
+    return None if save is None or is_url(save) else Path(save) / "faults"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
 from megatron_moe.config.paths import (
     is_url,
-    on_disk,
     require_store,
     require_writable_file,
     require_writable_folder,
@@ -275,7 +274,8 @@ def profile_is_a_range_of_steps(run: Run, world_size: int) -> None:
     beyond = [rank for rank in options.profile_ranks if rank >= world_size]
     if beyond:
         raise Refusal(("profile", "profile_ranks"), f"there are {world_size} ranks, from 0; use --profile-ranks 0")
-    if options.use_pytorch_profiler and options.tensorboard_dir is None and on_disk(run.checkpoint.save) is None:
+    has_folder = run.checkpoint.save is not None and not is_url(run.checkpoint.save)
+    if options.use_pytorch_profiler and options.tensorboard_dir is None and not has_folder:
         raise Refusal(
             ("use_pytorch_profiler", "tensorboard_dir", "save"),
             "traces need a folder on a disk; add --tensorboard-dir, or --save",
