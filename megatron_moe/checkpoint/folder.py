@@ -380,7 +380,7 @@ def publish(root: Path, iteration: int, files: dict[str, FileEntry]) -> Path:
 def discard(root: Path, iteration: int) -> None:
     """Remove a step that was not published, so that a full disk does not stay full."""
     hidden = staging_dir(root, iteration)
-    with suppress(StoreError):  # the next writer removes it
+    with suppress(OSError):  # the next writer removes it
         if hidden != step_folder(root, iteration) or not _is_there(hidden):
             remove_tree(hidden)
 

@@ -6,7 +6,8 @@ is taken for dead where the same job was requeued since, or after `STALE_MINUTES
 the file system's own: clocks of hosts may differ or go back.
 
 In an object store the lock is put on the condition that there is none, and each heartbeat puts it again. To take over
-a dead one has no condition there: the last put counts, as on a file system without locks.
+a dead one has no condition there: the last put counts, as on a file system without locks. And a job that lost its lock
+while it writes a step may still put files into that of its successor, which has the same name: hashes show it.
 """
 
 from __future__ import annotations

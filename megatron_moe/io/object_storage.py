@@ -17,7 +17,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path, PosixPath
 from typing import IO, Any
@@ -253,7 +253,8 @@ class _Writer(io.RawIOBase):
             if self._is_whole:
                 self._file.close()
             else:
-                self._file.closed = True  # else it puts the object when Python deletes it
+                with suppress(AttributeError):  # a file in memory, which is never put
+                    self._file.closed = True  # else it puts the object when Python deletes it
                 self._file.discard()
 
     def __exit__(self, *error: Any) -> None:

@@ -9,6 +9,7 @@ from megatron_moe.checkpoint import folder, manifest
 from megatron_moe.checkpoint import lock as writer_lock
 from tests.helpers import object_store, trained_steps
 from tests.helpers.object_store import Fault, ObjectStore
+from tests.helpers.rows import rows
 from tests.helpers.trained_steps import SMALL
 
 RUN = {
@@ -62,6 +63,9 @@ def test_a_run_that_goes_on_from_a_store_has_the_bits_of_one_on_a_disk(gloo, sto
     assert left == {folder.OWNER, folder.LATEST, "iter_0000004", "iter_0000006"}
 
 
+@pytest.mark.test_all(
+    instead="tests/checkpoint/test_folder_object_storage.py::test_a_damaged_step_is_found_passed_over_and_put_aside"
+)
 def test_damage_in_a_store_is_found_by_all_ranks_and_the_step_before_is_loaded(gloo, store):
     root = store.bucket("damage")
     flags = {**RUN, "save": str(root), "load": str(root)}
@@ -78,19 +82,15 @@ def test_damage_in_a_store_is_found_by_all_ranks_and_the_step_before_is_loaded(g
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        (Fault(what=500, times=999, only="PUT */iter_0000004/__1_0.distcp*"), "rank 1: "),
-        (Fault(what=500, times=999, only="PUT */iter_0000004/manifest.json*"), "manifest.json"),
-    ],
-    ids=["a rank", "the manifest"],
+    ("file", "said"),
+    rows([("__1_0.distcp", "rank 1: "), ("manifest.json", "manifest.json")], test=[("__1_0.distcp", "rank 1: ")]),
 )
 def test_a_save_that_the_store_refuses_stops_all_ranks_with_the_reason_and_leaves_the_step_before(
-    gloo, store, fault, said
+    gloo, store, file, said
 ):
-    root = store.bucket("refused" + fault.only[-6].lower())
+    root = store.bucket(f"refused-{file.replace('_', '-').strip('-')}")
     flags = {**RUN, "save": str(root)}
-    store.arm(fault)
+    store.arm(Fault(what=500, times=999, only=f"PUT */iter_0000004/{file}*"))
     first, second = gloo.run(2, trained, flags=flags, environment=store.environment)
     store.disarm()
     assert first == second and first.startswith("SaveError: step 4 was not saved: ") and said in first
@@ -109,6 +109,9 @@ def test_a_store_that_fails_while_a_step_is_read_ends_the_run_and_loads_no_older
     assert folder.steps(root) == [2, 4] and not (root / "iter_0000004.bad").exists()
 
 
+@pytest.mark.test_all(
+    instead="tests/checkpoint/test_folder_object_storage.py::test_one_of_several_writers_that_start_together_gets_the_lock"
+)
 def test_a_second_run_is_refused(gloo, store):
     root = store.bucket("second")
     folder.claim_root(root)
