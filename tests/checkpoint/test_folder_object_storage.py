@@ -14,7 +14,6 @@ from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import remove_tree, write_bytes
 from megatron_moe.io.object_storage import ObjectPath, StoreError, location
-from tests.helpers import object_store
 from tests.helpers.object_store import KILL, LATE, Fault, ObjectStore, in_a_fork
 from tests.helpers.plain_steps import write_step
 from tests.helpers.rows import rows
@@ -23,9 +22,6 @@ from tests.helpers.rows import rows
 @pytest.fixture(scope="module")
 def store() -> Iterator[ObjectStore]:
     with ObjectStore() as store, pytest.MonkeyPatch.context() as patch:
-        for name, value in store.environment.items():
-            patch.setenv(name, value)
-        object_store.use({})
         patch.setattr(writer_lock, "RIVALS_SECONDS", 0.0)
         yield store
 

@@ -24,10 +24,7 @@ RUN = {
 
 @pytest.fixture(scope="module")
 def store() -> Iterator[ObjectStore]:
-    with ObjectStore() as store, pytest.MonkeyPatch.context() as patch:
-        for name, value in store.environment.items():
-            patch.setenv(name, value)
-        object_store.use({})
+    with ObjectStore() as store:
         yield store
 
 
@@ -36,11 +33,11 @@ def trained(flags: dict[str, Any], environment: dict[str, str]) -> str:
     from megatron_moe.checkpoint.errors import SaveError
     from megatron_moe.config.errors import ConfigError
 
-    object_store.use(environment)
-    try:
-        return str(trained_steps.trained(flags)["checkpoint"])
-    except (ConfigError, SaveError) as error:
-        return f"{type(error).__name__}: {error}"
+    with object_store.in_use(environment):
+        try:
+            return str(trained_steps.trained(flags)["checkpoint"])
+        except (ConfigError, SaveError) as error:
+            return f"{type(error).__name__}: {error}"
 
 
 def content(step: Any) -> dict[str, str]:

@@ -8,9 +8,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
+
+import pytest
 
 from megatron_moe.io.object_storage import ObjectPath, _file_system
 from tests.helpers import beside
@@ -35,11 +38,24 @@ class Fault(NamedTuple):
     only: str = "*"
 
 
-class ObjectStore:
-    """Use it as a context manager, and each bucket for one test."""
+@contextmanager
+def in_use(environment: dict[str, str]) -> Iterator[None]:
+    """Let this process find s3fs, and the store of this environment, within the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(beside.FOLDER)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        _file_system.cache_clear()
+        yield
+    _file_system.cache_clear()
 
-    def __init__(self) -> None:
-        beside.find_them()
+
+class ObjectStore:
+    """Use it as a context manager, in which this process finds it too, and each bucket for one test."""
+
+    def __enter__(self) -> "ObjectStore":
+        self._used = ExitStack()
+        self._used.enter_context(in_use({}))
         from moto.server import DomainDispatcherApplication, create_backend_app
         from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -61,14 +77,14 @@ class ObjectStore:
             "AWS_EC2_METADATA_DISABLED": "true",
             "AWS_MAX_ATTEMPTS": "2",
         }
-
-    def __enter__(self) -> "ObjectStore":
+        self._used.enter_context(in_use(self.environment))
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._thread.join()
+        self._used.close()
 
     def bucket(self, name: str) -> ObjectPath:
         """A new, empty bucket, as a path with a folder in it."""
@@ -133,10 +149,3 @@ def in_a_fork(store: ObjectStore, work: Callable[[], Any], fault: Fault | None =
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     store.disarm()
     return status
-
-
-def use(environment: dict[str, str]) -> None:
-    """Let this process, a rank of a test, find the store."""
-    beside.find_them()
-    os.environ.update(environment)
-    _file_system.cache_clear()
