@@ -265,12 +265,12 @@ class DataConfig:
 class CheckpointConfig:
     """Checkpoints: saving, loading, retention."""
 
-    save: str | None = setting(None, "folder for checkpoints", report=False)
+    save: str | None = setting(None, "folder for checkpoints, or URL of an object store", report=False)
     save_interval: int | None = setting(
         None, "iterations between checkpoints; default: only at the end", within=POSITIVE_COUNT
     )
     load: str | None = setting(
-        None, "folder to continue from: its latest step; may be empty where it is --save's", report=False
+        None, "folder or URL to continue from: its latest step; may be empty where it is --save's", report=False
     )
     load_hf: str | None = setting(
         None,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import IO, Any
 
 from megatron_moe.config.paths import require_writable_file
 from megatron_moe.io.hashing import FileEntry, HashingFile
+from megatron_moe.io.object_storage import ObjectPath
 
 # One file that is replaced.
 
@@ -65,7 +67,10 @@ def written_aside(path: Path, *, sole_writer: bool = False, synced: bool = True)
 
 
 def replace_text(path: Path, text: str, *, sole_writer: bool = False, synced: bool = True) -> None:
-    """Replace a file by one that holds `text` in UTF-8; arguments are those of `replacing`."""
+    """Replace a file by one that holds `text` in UTF-8, an object by one put; arguments are those of `replacing`."""
+    if isinstance(path, ObjectPath):
+        path.write_text(text)
+        return
     with replacing(path, sole_writer=sole_writer, synced=synced) as file:
         file.write(text)
 
@@ -146,7 +151,12 @@ def canonical_json(value: object) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """Put a file's content, or a folder's entries, onto the disk; an OSError's file name is `path`."""
+    """Put a file's content, or a folder's entries, onto the disk; an OSError's file name is `path`.
+
+    An object in a store is durable already.
+    """
+    if isinstance(path, ObjectPath):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -161,8 +171,18 @@ def named(error: OSError, path: Path) -> OSError:
     return error if error.filename else OSError(error.errno, error.strerror or str(error), str(path))
 
 
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with all that is in it, as far as the system allows; none is no error."""
+    if isinstance(folder, ObjectPath):
+        folder.remove_files()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def free_bytes(folder: Path) -> int | None:
     """Return the bytes that a user may still write in a folder, made or not; None where the system does not say."""
+    if isinstance(folder, ObjectPath):
+        return None
     try:
         status = os.statvfs(next(there for there in (folder, *folder.parents) if there.exists()))
     except OSError:

@@ -9,10 +9,16 @@ from urllib.parse import urlsplit
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.paths import require_writable_file, require_writable_folder
+from megatron_moe.config.paths import is_url, (
+    is_url,
+    require_store,
+    require_writable_file,
+    require_writable_folder,
+)
 from megatron_moe.config.rules.rule import FILES, Refusal, refuse, rule, set_among, unread, value
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS, TOKENIZER_FILES
 from megatron_moe.config.schema import Run
+from megatron_moe.io.object_storage import location
 
 _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 
@@ -188,7 +194,9 @@ def local_steps_stand_before_durable_ones(run: Run) -> None:
         return
     if options.local_save_interval is None:
         raise Refusal(("local_save", "local_save_interval"), "when? add --local-save-interval, e.g. 10")
-    if options.save is None or options.load is None or Path(options.save).resolve() != Path(options.load).resolve():
+    if is_url(options.local_save):
+        raise Refusal(("local_save",), "is a folder on each node, in its memory or on its disk; name one, as /dev/shm/run")
+    if options.save is None or options.load is None or location(options.save).resolve() != location(options.load).resolve():
         raise Refusal(
             ("local_save", "save", "load"),
             "local steps are taken where they are newer than those of one folder; give it to --save and --load",
@@ -248,7 +256,11 @@ def written_paths_are_writable(run: Run) -> None:
     audit = ("audit_precision_output",) if run.precision.audit_precision else ()
     for name in _WRITTEN_FOLDERS:
         if value(run, name) is not None:
-            require_writable_folder(all_fields()[name].flag, value(run, name))
+            given = value(run, name)
+            if name == "save" and is_url(given):
+                require_store("--save", given)
+            else:
+                require_writable_folder(all_fields()[name].flag, given)
     for name in (*_WRITTEN_FILES, *audit):
         if value(run, name) is not None:
             require_writable_file(all_fields()[name].flag, value(run, name), in_new_folder=True)
@@ -300,10 +312,11 @@ def profile_is_a_range_of_steps(run: Run, world_size: int) -> None:
     beyond = [rank for rank in options.profile_ranks if rank >= world_size]
     if beyond:
         raise Refusal(("profile", "profile_ranks"), f"there are {world_size} ranks, from 0; use --profile-ranks 0")
-    if options.use_pytorch_profiler and options.tensorboard_dir is None and run.checkpoint.save is None:
+    has_folder = run.checkpoint.save is not None and not is_url(run.checkpoint.save)
+    if options.use_pytorch_profiler and options.tensorboard_dir is None and not has_folder:
         raise Refusal(
             ("use_pytorch_profiler", "tensorboard_dir", "save"),
-            "traces need a folder; add --tensorboard-dir, or --save",
+            "traces need a folder on a disk; add --tensorboard-dir, or --save",
         )
 
 
