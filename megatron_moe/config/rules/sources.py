@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.paths import is_url, (
+from megatron_moe.config.paths import (
     is_url,
     require_store,
     require_writable_file,
@@ -195,8 +195,9 @@ def local_steps_stand_before_durable_ones(run: Run) -> None:
     if options.local_save_interval is None:
         raise Refusal(("local_save", "local_save_interval"), "when? add --local-save-interval, e.g. 10")
     if is_url(options.local_save):
-        raise Refusal(("local_save",), "is a folder on each node, in its memory or on its disk; name one, as /dev/shm/run")
-    if options.save is None or options.load is None or location(options.save).resolve() != location(options.load).resolve():
+        raise Refusal(("local_save",), "is a folder on each node, in memory or on a disk; name one, as /dev/shm/run")
+    folders = {None if given is None else location(given).resolve() for given in (options.save, options.load)}
+    if None in folders or len(folders) > 1:
         raise Refusal(
             ("local_save", "save", "load"),
             "local steps are taken where they are newer than those of one folder; give it to --save and --load",
