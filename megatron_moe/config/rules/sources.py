@@ -18,7 +18,6 @@ from megatron_moe.config.paths import (
 from megatron_moe.config.rules.rule import FILES, Refusal, refuse, rule, set_among, unread, value
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS, TOKENIZER_FILES
 from megatron_moe.config.schema import Run
-from megatron_moe.io.object_storage import location
 
 _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 
@@ -194,10 +193,7 @@ def local_steps_stand_before_durable_ones(run: Run) -> None:
         return
     if options.local_save_interval is None:
         raise Refusal(("local_save", "local_save_interval"), "when? add --local-save-interval, e.g. 10")
-    if is_url(options.local_save):
-        raise Refusal(("local_save",), "is a folder on each node, in memory or on a disk; name one, as /dev/shm/run")
-    folders = {None if given is None else location(given).resolve() for given in (options.save, options.load)}
-    if None in folders or len(folders) > 1:
+    if options.save is None or os.path.normpath(options.save) != os.path.normpath(options.load or ""):
         raise Refusal(
             ("local_save", "save", "load"),
             "local steps are taken where they are newer than those of one folder; give it to --save and --load",
