@@ -1,7 +1,6 @@
 """`megatron-moe kubernetes`: write a JobSet of Kubernetes that goes on by itself.
 
-    megatron-moe kubernetes --nodes 2 --gpus-per-node 8 --image REGISTRY/moe:1 --mounts runs:/runs --script job.yaml -- \\
-        --preset tiny --mock-data --vocab-size 1000 --save /runs/a/checkpoints
+    megatron-moe kubernetes --image REGISTRY/moe:1 --mounts runs:/runs --script job.yaml -- --preset tiny ...
 
 The words after `--` are the flags of the training. They are checked for the job's ranks before anything is written;
 what is in the image, such as the data, is not looked at. Exit status: 0, 2 for a mistake.
@@ -10,14 +9,11 @@ what is in the image, such as the data, is not looked at. Exit status: 0, 2 for 
 from __future__ import annotations
 
 import argparse
-import shlex
-from pathlib import Path
 from typing import Any
 
-from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.io.program import DONE, USER_ERROR, note, run_program, say
+from megatron_moe.io.program import USER_ERROR, run_program
 from megatron_moe_tools.launch import jobs
 from megatron_moe_tools.preflight import cli as preflight
 from megatron_moe_tools.pretrain import parse
@@ -48,17 +44,8 @@ def _main(argv: list[str]) -> int:
     if not own.image:
         raise ConfigError(f"--image: is missing; pods run in one, e.g. {_EXAMPLE}")
     preflight.parser().parse_args(jobs.words(own.preflight_flags))
-    world_size = own.nodes * own.nproc_per_node
-    save = jobs.check_saved(parse(flags, world_size).checkpoint.save, folders)
-    flags = jobs.going_on(flags, parse(flags, world_size).checkpoint)
-    rules.check(parse([*flags, "--dry-run"], world_size), world_size)
-    text = jobs.as_yaml(f"{NAME} {shlex.join(argv)}", *documents(own, save, flags, folders))
-    if own.script is None:
-        say(text.rstrip("\n"))
-        return DONE
-    Path(own.script).write_text(text, encoding="utf-8")
-    note(f"{NAME}: wrote {own.script}; kubectl apply -f {own.script} starts it, kubectl delete -f {own.script} ends it")
-    return DONE
+    save, flags = jobs.checked(own, flags, folders, parse)
+    return jobs.write_yaml(NAME, argv, own.script, "kubectl apply -f", *documents(own, save, flags, folders))
 
 
 def documents(
@@ -75,7 +62,7 @@ def documents(
         "JOB": f"kubernetes-{name}",
         "INDEX": "$JOB_COMPLETION_INDEX",
         "MEET": f"{name}-{GROUP}-0-0.{name}",
-        "FIRST": '$( ((JOBSET_RESTART_ATTEMPT == 0)) && echo yes)',
+        "FIRST": "$( ((JOBSET_RESTART_ATTEMPT == 0)) && echo yes)",
     }
     script = jobs.pod_script(own, save, flags, found)
     config = {

@@ -1,7 +1,6 @@
 """`megatron-moe skypilot`: write a managed job of SkyPilot that goes on by itself.
 
-    megatron-moe skypilot --nodes 2 --accelerators H100 --gpus-per-node 8 --image docker:REGISTRY/moe:1 \\
-        --mounts s3://BUCKET:/runs --script job.yaml -- --preset tiny --mock-data --vocab-size 1000 --save /runs/a/checkpoints
+    megatron-moe skypilot --image docker:REGISTRY/moe:1 --mounts s3://BUCKET:/runs --script job.yaml -- --preset tiny
 
 The words after `--` are the flags of the training. They are checked for the job's ranks before anything is written;
 what is on the nodes, such as the data, is not looked at. Exit status: 0, 2 for a mistake.
@@ -10,14 +9,11 @@ what is on the nodes, such as the data, is not looked at. Exit status: 0, 2 for 
 from __future__ import annotations
 
 import argparse
-import shlex
-from pathlib import Path
 from typing import Any
 
-from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.io.program import DONE, note, run_program, say
+from megatron_moe.io.program import run_program
 from megatron_moe_tools.launch import jobs
 from megatron_moe_tools.preflight import cli as preflight
 from megatron_moe_tools.pretrain import parse
@@ -54,17 +50,8 @@ def _main(argv: list[str]) -> int:
             "--gpus-per-node 8, or none"
         )
     preflight.parser().parse_args(jobs.words(own.preflight_flags))
-    world_size = own.nodes * own.nproc_per_node
-    save = jobs.check_saved(parse(flags, world_size).checkpoint.save, folders)
-    flags = jobs.going_on(flags, parse(flags, world_size).checkpoint)
-    rules.check(parse([*flags, "--dry-run"], world_size), world_size)
-    text = jobs.as_yaml(f"{NAME} {shlex.join(argv)}", task(own, save, flags, folders))
-    if own.script is None:
-        say(text.rstrip("\n"))
-        return DONE
-    Path(own.script).write_text(text, encoding="utf-8")
-    note(f"{NAME}: wrote {own.script}; sky jobs launch {own.script} starts it")
-    return DONE
+    save, flags = jobs.checked(own, flags, folders, parse)
+    return jobs.write_yaml(NAME, argv, own.script, "sky jobs launch", task(own, save, flags, folders))
 
 
 def task(own: argparse.Namespace, save: str, flags: list[str], folders: dict[str, str]) -> dict[str, Any]:
@@ -94,7 +81,7 @@ def task(own: argparse.Namespace, save: str, flags: list[str], folders: dict[str
     found = {
         "JOB": '"skypilot-$SKYPILOT_TASK_ID"',
         "INDEX": "$SKYPILOT_NODE_RANK",
-        "MEET": '"${SKYPILOT_NODE_IPS%%$\'\\n\'*}"',
+        "MEET": "\"${SKYPILOT_NODE_IPS%%$'\\n'*}\"",
         "FIRST": "''",
     }
     written: dict[str, Any] = {"name": own.job_name, "num_nodes": own.nodes, "resources": resources}

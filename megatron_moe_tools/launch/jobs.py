@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import suggestion
+from megatron_moe.config.schema import Run
+from megatron_moe.io.program import DONE, note, say
 
 FOLDER = Path(__file__).parent
 EXHAUSTED, AGAIN = 3, 75
@@ -77,7 +80,8 @@ def split(p: Parser, argv: Sequence[str], answered: Mapping[str, str], example: 
         flag = others[0].partition("=")[0]
         if flag in answered:
             raise ConfigError(f"{others[0]}: {answered[flag]}")
-        raise ConfigError(f"{others[0]}: is no option of the job{suggestion(flag, p._option_string_actions) or '; ' + works}")
+        meant = suggestion(flag, p._option_string_actions)
+        raise ConfigError(f"{others[0]}: is no option of the job{meant or f'; {works}'}")
     flags = list(argv[at + 1 :])
     if not flags:
         raise ConfigError(f"the training's flags are missing; {works}")
@@ -127,7 +131,7 @@ def check_pod(own: argparse.Namespace) -> dict[str, str]:
     return folders
 
 
-def check_saved(save: str | None, folders: Mapping[str, str]) -> str:
+def _shared(save: str | None, folders: Mapping[str, str]) -> str:
     """Return the folder of the checkpoints; its parent, the run's folder, has to be one that all pods see."""
     example = "--mounts runs:/runs ... -- --save /runs/a/checkpoints"
     if not save:
@@ -141,9 +145,21 @@ def check_saved(save: str | None, folders: Mapping[str, str]) -> str:
     )
 
 
-def going_on(flags: Sequence[str], checkpoint: CheckpointSettings) -> list[str]:
-    """Return the flags with `--load`, by which the next attempt goes on from the newest checkpoint."""
-    return [*flags] if checkpoint.load else [*flags, "--load", str(checkpoint.save)]
+def checked(
+    own: argparse.Namespace, flags: Sequence[str], folders: Mapping[str, str], parse: Callable[[list[str], int], Run]
+) -> tuple[str, list[str]]:
+    """Check the training's flags for the ranks of a job in containers.
+
+    Returns:
+        The folder of the checkpoints, and the flags with `--load`, by which the next attempt goes on.
+    """
+    world_size = own.nodes * own.nproc_per_node
+    checkpoint = parse([*flags], world_size).checkpoint
+    save = _shared(checkpoint.save, folders)
+    completed = [*flags] if checkpoint.load else [*flags, "--load", save]
+    # What is in an image is not looked for here.
+    rules.check(parse([*completed, "--dry-run"], world_size), world_size)
+    return save, completed
 
 
 def words(typed: str) -> list[str]:
@@ -202,7 +218,13 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def as_yaml(command: str, *documents: dict[str, Any]) -> str:
-    """Return a file of these documents that says by which command it was written."""
+def write_yaml(name: str, argv: Sequence[str], script: str | None, starts: str, *documents: dict[str, Any]) -> int:
+    """Write a file of these documents, or print it, and return the exit status; `starts` is the command for it."""
     text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=2**20, allow_unicode=True)
-    return f"# Written by: {command}\n{text}"
+    text = f"# Written by: {name} {shlex.join(argv)}\n{text}"
+    if script is None:
+        say(text.rstrip("\n"))
+    else:
+        Path(script).write_text(text, encoding="utf-8")
+        note(f"{name}: wrote {script}; {starts} {script} starts it")
+    return DONE
