@@ -84,7 +84,7 @@ def split(p: Parser, argv: Sequence[str], answered: Mapping[str, str], example: 
         raise ConfigError(f"{others[0]}: is no option of the job{meant or f'; {works}'}")
     flags = list(argv[at + 1 :])
     if not flags:
-        raise ConfigError(f"the training's flags are missing; {works}")
+        raise ConfigError(f"no training is given; {works}")
     own.nproc_per_node = own.nproc_per_node or own.gpus_per_node or 1
     # The flags are completed by what a job that goes on needs.
     if "--exit-signal-handler" not in flags:

@@ -22,6 +22,7 @@ give_up_if_exhausted() {
 }
 
 # SIGTERM: the ranks save and end.
+# shellcheck disable=SC2317 # by a trap
 asked_to_end() {
   asked=yes
   say "asked to end: the ranks save"

@@ -164,7 +164,7 @@ def test_a_pod_that_is_lost_counts(script):
         os.killpg(pod.pid, signal.SIGKILL)
         pod.communicate()
         (script.parent / "started").unlink()
-    ended, said = statuses(script, 2, pods=[0], TRAINS="0")
+    ended, said = statuses(script, 2, pods=[0])
     assert ended == [EXHAUSTED] and "a node was lost or killed" in said
 
 
