@@ -20,6 +20,8 @@ NAME = "megatron-moe"
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("megatron_moe_tools.train:main", "train a model; with torchrun's options on several ranks"),
     "slurm": ("megatron_moe_tools.slurm:main", "write, and submit, a Slurm job that saves, ends and goes on by itself"),
+    "kubernetes": ("megatron_moe_tools.kubernetes:main", "write a JobSet of Kubernetes that goes on by itself"),
+    "skypilot": ("megatron_moe_tools.skypilot:main", "write a managed job of SkyPilot that goes on by itself"),
     "prepare": ("megatron_moe_tools.prepare.preprocess:main", "tokenize text into indexed datasets"),
     "merge": ("megatron_moe_tools.prepare.merge:main", "join indexed datasets into one"),
     "convert": ("megatron_moe_tools.convert.cli:main", "convert checkpoints from and to Hugging Face and Megatron-LM"),

@@ -262,9 +262,9 @@ def _example(field: Field) -> str:
 
 FREE_TEXT = frozenset({"sample_prompt", "prompts", "texts"})
 """Names of settings whose values are prose: they may be empty, and have any dashes and quotation marks."""
-_UNTOUCHED_BY_SHELLS = frozenset({"match", "json_keys", "tiktoken_special_tokens"})
-"""Names of settings whose values are patterns, keys and tokens, in which `$` and `<...>` mean themselves."""
-_ADDRESSES = frozenset({"mlflow_tracking_uri"})
+_UNTOUCHED_BY_SHELLS = frozenset({"match", "json_keys", "tiktoken_special_tokens", "setup"})
+"""Names of settings whose values are patterns, keys, tokens and commands, in which `$` and `<...>` mean themselves."""
+_ADDRESSES = frozenset({"mlflow_tracking_uri", "mounts"})
 """Names of settings that may be addresses."""
 _IN_STORES = frozenset({"save", "load", "pretrained_checkpoint"})
 """Names of settings that may be URLs of object stores."""

@@ -14,7 +14,7 @@ import pytest
 from megatron_moe import pretrain
 from megatron_moe.config import rules
 from megatron_moe.config.presets import PRESETS
-from megatron_moe_tools import compat, slurm
+from megatron_moe_tools import compat, kubernetes, slurm
 from megatron_moe_tools.doctor import cli as doctor_cli
 from megatron_moe_tools.launch import node_ranks as launch_options
 from megatron_moe_tools.plan import cli as planning_cli
@@ -25,7 +25,7 @@ REPO = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(REPO.glob("examples/*.sh"))
 JOBS = sorted(REPO.glob("examples/slurm/*.sbatch"))
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/**/*.md")])
-TOOLS = ("prepare", "plan", "doctor", "preflight", "slurm")
+TOOLS = ("prepare", "plan", "doctor", "preflight", "slurm", "kubernetes")
 PROGRAMS = ("pretrain_moe.py", *(f"{name} {tool} " for name in ("megatron-moe", "megatron_moe") for tool in TOOLS))
 
 
@@ -177,9 +177,10 @@ def test_every_command_on_a_page_is_accepted(page, tmp_path, monkeypatch):
         elif tool == "doctor":
             # The reader's own file or folder is not here.
             assert {"run.yaml", "models/theirs", "train.sh"} & {*rest} or doctor_cli.main([*rest, "--list"]) == 0, words
-        elif tool == "slurm":
+        elif tool in ("slurm", "kubernetes"):
             if "--" in rest:
-                own, flags = slurm.parser().parse_args(rest[: rest.index("--")]), rest[rest.index("--") + 1 :]
+                writer = slurm if tool == "slurm" else kubernetes
+                own, flags = writer.parser().parse_args(rest[: rest.index("--")]), rest[rest.index("--") + 1 :]
                 run_of(flags, own.nodes * (own.nproc_per_node or own.gpus_per_node or 1))
         else:
             flags, world_size = training_command(words)

@@ -85,7 +85,7 @@ WRITING_BY_HAND = {
 }
 
 LONGEST_TOOL = 30
-ENTRIES_OF_TOOLS = ("api", "console", "pretrain", "train", "slurm")
+ENTRIES_OF_TOOLS = ("api", "console", "pretrain", "train", "slurm", "kubernetes", "skypilot")
 
 
 def imports(*folders: str) -> Iterator[tuple[Path, str, int]]:
