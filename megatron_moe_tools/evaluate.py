@@ -28,6 +28,7 @@ from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError, MissingPackage
 from megatron_moe.config.fields import all_fields, from_file
 from megatron_moe.config.launch import launched_world, local_world_size, rank_that_prints, require_rendezvous
+from megatron_moe.config.paths import require_on_disk
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.config.schema import Run, build, flatten, replace
 from megatron_moe.data.mixture import FLAG, read_data_config
@@ -93,6 +94,7 @@ def _main(argv: list[str]) -> int:
     launch, words = split(argv)
     flags, rest = parser().parse_known_args(words)
     require_writable("--output", flags.output)
+    require_on_disk("STEP", flags.step)
     if not Path(flags.step).exists():
         raise ConfigError(f"{flags.step}: is not there; name the folder of a run, of a step or of a model")
     source = locate(Path(flags.step), flags.ckpt_step)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,9 @@ from megatron_moe.checkpoint import folder, index, manifest
 from megatron_moe.checkpoint import lock as writer_lock
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.paths import is_url, require_store
 from megatron_moe.io.files import replace_json, require_writable
+from megatron_moe.io.object_storage import location
 from megatron_moe.io.program import note, run_program, say
 from megatron_moe.io.texts import size_text
 
@@ -152,7 +153,9 @@ def _main(argv: list[str]) -> int:
 
 def resolve(path: str) -> Folder:
     """Return the steps that a DIR of the command line means. Raises ConfigError: it holds no checkpoints."""
-    root = Path(path)
+    if is_url(path):
+        require_store("DIR", path)
+    root = location(path)
     if not root.is_dir():
         raise ConfigError(f"{path}: there is no such folder")
     if _STEP_NAME.fullmatch(root.absolute().name):
@@ -200,7 +203,7 @@ def run_list(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome:
             ("hidden", _HIDDEN, "being written, or left by a writer that died"),
             ("put_aside", _PUT_ASIDE, "damaged, put aside when the step was saved again"),
         ):
-            names = sorted(filter(pattern.fullmatch, os.listdir(one.root)))
+            names = sorted(filter(pattern.fullmatch, (entry.name for entry in one.root.iterdir())))
             if names:
                 result[kind] = names
                 lines.append(f"  {words}: {', '.join(names)}")
@@ -514,7 +517,7 @@ def run_prune(flags: argparse.Namespace, found: list[Folder]) -> InspectOutcome:
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: has to be 1 or more")
     root = found[0].root
-    if Path(flags.folders[0]).absolute() != root.absolute():
+    if location(flags.folders[0]).absolute() != root.absolute():
         raise ConfigError(f"{flags.folders[0]}: is one step; prune takes the folder that holds the steps")
     lines, good = [], set[int]()
     if not flags.verify:

@@ -22,6 +22,7 @@ from megatron_moe.config import rules
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import suggestion
+from megatron_moe.config.paths import require_on_disk
 from megatron_moe.io.program import DONE, note, run_program, say
 from megatron_moe_tools.preflight import cli as preflight
 from megatron_moe_tools.pretrain import parse
@@ -120,6 +121,7 @@ def _main(argv: list[str]) -> int:
     checkpoint = parse(flags, world_size).checkpoint
     if not checkpoint.save:
         raise ConfigError("--save: is missing; the job goes on from its checkpoints, e.g. --save runs/a/checkpoints")
+    require_on_disk("--save", checkpoint.save)
     if not checkpoint.load:
         flags += ["--load", checkpoint.save]
     elsewhere = [*flags, "--dry-run"]  # the job runs on other machines, which may have packages that this one lacks

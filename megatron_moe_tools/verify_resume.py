@@ -27,6 +27,7 @@ from megatron_moe.config.schema import Run, build, fields_by_name, flatten, repl
 from megatron_moe.data.checks import check_data
 from megatron_moe.data.tokenizer_choice import build_tokenizer
 from megatron_moe.io.files import replace_json, require_writable
+from megatron_moe.io.object_storage import location
 from megatron_moe.io.program import run_program, say
 from megatron_moe.io.source_version import other_source, source_version
 from megatron_moe.report.jsonl import read_steps
@@ -161,7 +162,7 @@ def _planned(flags: argparse.Namespace, rest: list[str]) -> ResumeReplay:
         if name in typed or value != plain[name]:
             changes[name] = value
     asked = {"begin": flags.ckpt_step, "steps": flags.steps, "ranks": ranks}
-    replay = plan_replay(Path(flags.checkpoint), **asked, metrics_file=metrics, changes=changes)
+    replay = plan_replay(location(flags.checkpoint), **asked, metrics_file=metrics, changes=changes)
     if replay.device != "cpu" and not launched and not flags.cpu:
         raise ConfigError(
             f"{replay.root}: was trained on {replay.device}; start this under torchrun --nproc-per-node "

@@ -15,6 +15,9 @@
 
 A step is written under its hidden name and renamed when all ranks are done, so a folder `iter_*` is complete by
 construction; by the manifest, copies that were cut short and damaged files are found.
+
+An object store has no rename. There a step is written under its own name, and the manifest, put last and removed first,
+makes it one: `iter_*` without a manifest is never read, and removed by the next writer.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ from typing import Any
 
 from megatron_moe.checkpoint import manifest
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.paths import require_readable
-from megatron_moe.io.files import free_bytes, replace_text, sync
+from megatron_moe.config.paths import require_readable, require_store
+from megatron_moe.io.files import free_bytes, remove_tree, replace_text, sync
 from megatron_moe.io.hashing import FileEntry
+from megatron_moe.io.object_storage import ObjectPath, StoreError
 from megatron_moe.io.texts import hub_hint
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -71,15 +75,22 @@ def step_folder(root: Path, iteration: int) -> Path:
 
 def staging_dir(root: Path, iteration: int) -> Path:
     """Return the folder in which a step is written before it is complete."""
+    if isinstance(root, ObjectPath):
+        return step_folder(root, iteration)
     return root / f".iter_{iteration:07d}.saving"
 
 
 def steps(root: Path) -> list[int]:
-    """Return the iterations that have a folder, complete or not, in ascending order."""
+    """Return the iterations that have a folder, complete or not, in ascending order; in a store, with a manifest."""
     if not root.is_dir():
         return []
-    found = (_STEP.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir())
-    return sorted(int(match.group(1)) for match in found if match)
+    named = (entry for entry in root.iterdir() if _STEP.fullmatch(entry.name))
+    return sorted(int(entry.name[len("iter_") :]) for entry in named if _is_there(entry))
+
+
+def _is_there(step: Path) -> bool:
+    """Return whether a step was published, whatever has become of it since."""
+    return (step / MANIFEST).is_file() if isinstance(step, ObjectPath) else step.is_dir()
 
 
 def small_files_defect(step: Path) -> str | None:
@@ -114,7 +125,10 @@ def find_step(
         ConfigError: `root` is something else, the step wanted is not there or not sound, the newest step is of an
             earlier format, or none of several steps is sound.
     """
-    require_readable("--load", str(root))
+    if isinstance(root, ObjectPath):
+        require_store("--load", str(root))
+    else:
+        require_readable("--load", str(root))
     available = steps(root)
     if root.exists():  # it has to be a folder of checkpoints; what is something else is told with the way that works
         if not root.is_dir():
@@ -213,7 +227,7 @@ def is_of_megatron(step: Path) -> bool:
     """Return whether a folder is one step of Megatron-LM's: it has tensors, and none of the small files of ours."""
     if not step.is_dir() or any((step / name).exists() for name in (MANIFEST, STATE, CONFIG)):
         return False
-    return (step / ".metadata").is_file() or any(step.glob("mp_rank_*"))
+    return (step / ".metadata").is_file() or any(entry.name.startswith("mp_rank_") for entry in step.iterdir())
 
 
 def steps_below(root: Path) -> str:
@@ -238,9 +252,10 @@ def check_save_root(
     """
     if root.exists() and not root.is_dir():
         raise ConfigError(f"--save {root}: is a file; name a folder")
-    existing = next(parent for parent in (root, *root.absolute().parents) if parent.exists())
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"--save {root}: {existing} is not writable; name a folder that you may write to")
+    if not isinstance(root, ObjectPath):
+        existing = next(parent for parent in (root, *root.absolute().parents) if parent.exists())
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(f"--save {root}: {existing} is not writable; name a folder that you may write to")
     present = steps(root)
     if present and (loaded_from is None or loaded_from.resolve() != root.resolve()):
         raise ConfigError(
@@ -265,7 +280,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: it is missing, too large, or holds something else than an object.
     """
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             data = file.read(LARGEST_JSON + 1)
         if len(data) > LARGEST_JSON:
             raise ValueError(f"more than {LARGEST_JSON} bytes")
@@ -290,18 +305,23 @@ def claim_root(root: Path) -> None:
 def open_hidden(root: Path, iteration: int, num_bytes: int = 0) -> Path:
     """Make an empty hidden folder for a step of at most `num_bytes`; what a writer that died left there is removed.
 
-    A step of this number that cannot be loaded is renamed.
+    A step of this number that cannot be loaded is renamed; in a store it is copied, then removed.
 
     Raises:
         FileExistsError: the step is there, sound: nothing is overwritten. OSError: no room, or the folder is gone.
     """
     step, hidden = step_folder(root, iteration), staging_dir(root, iteration)
-    shutil.rmtree(hidden, ignore_errors=True)
-    if step.exists():
+    if _is_there(step):
         if not (manifest.structure_defect(step) or manifest.content_defect(step, manifest.read(step).files)):
             raise FileExistsError(errno.EEXIST, "it is there already; checkpoints are never overwritten", str(step))
         names = (step.with_name(f"{step.name}.bad{number or ''}") for number in range(1000))
-        os.rename(step, next(path for path in names if not path.exists()))
+        bad = next(path for path in names if not path.exists())
+        if isinstance(step, ObjectPath) and isinstance(bad, ObjectPath):
+            step.copy_files(bad)
+            remove_step(step)
+        else:
+            os.rename(step, bad)
+    remove_tree(hidden)
     free = free_bytes(root)
     if free is not None and free < num_bytes:
         raise OSError(errno.ENOSPC, "there is not enough room", str(root))
@@ -313,6 +333,8 @@ def open_hidden(root: Path, iteration: int, num_bytes: int = 0) -> Path:
 def publish(root: Path, iteration: int, files: dict[str, FileEntry]) -> Path:
     """Make a written step visible: the manifest, the disk, the rename, the pointer, in this order.
 
+    In a store, where nothing is renamed, the manifest makes it visible.
+
     Args:
         files: everything in the hidden folder, each on the disk already.
 
@@ -323,20 +345,30 @@ def publish(root: Path, iteration: int, files: dict[str, FileEntry]) -> Path:
     for part in ("rng", "hf"):
         if (hidden / part).is_dir():
             sync(hidden / part)
-    manifest.write(hidden, iteration, files)
-    if (wrong := manifest.structure_defect(hidden)) is not None:
+    if (wrong := manifest.files_defect(hidden, files)) is not None:
         raise OSError(f"{hidden}: {wrong}; --save has to be one folder that all ranks write to")
     pointer = root / LATEST
     before = pointer.read_bytes() if pointer.exists() else None
-    os.rename(hidden, step)
+    try:
+        manifest.write(hidden, iteration, files)
+    except StoreError:
+        (hidden / MANIFEST).unlink(missing_ok=True)  # a put that failed may have arrived all the same
+        raise
+    if hidden != step:
+        os.rename(hidden, step)
     try:
         sync(root)
         replace_text(pointer, f"{iteration}\n", sole_writer=True)
-    except OSError:
-        os.rename(step, hidden)  # a step that is reported as not saved must not be there
+    except OSError:  # a step that is reported as not saved must not be there
+        if hidden == step:
+            (step / MANIFEST).unlink()
+        else:
+            os.rename(step, hidden)
         with suppress(OSError):  # the pointer is restored as well as a disk that fails allows it
             if before is None:
                 pointer.unlink(missing_ok=True)
+            elif isinstance(pointer, ObjectPath):
+                pointer.write_bytes(before)
             elif pointer.read_bytes() != before:
                 aside = pointer.with_name(f".{pointer.name}.new")
                 aside.write_bytes(before)
@@ -347,7 +379,10 @@ def publish(root: Path, iteration: int, files: dict[str, FileEntry]) -> Path:
 
 def discard(root: Path, iteration: int) -> None:
     """Remove a step that was not published, so that a full disk does not stay full."""
-    shutil.rmtree(staging_dir(root, iteration), ignore_errors=True)
+    hidden = staging_dir(root, iteration)
+    with suppress(OSError):  # the next writer removes it
+        if hidden != step_folder(root, iteration) or not _is_there(hidden):
+            remove_tree(hidden)
 
 
 @dataclass(frozen=True)
@@ -390,9 +425,12 @@ def remove_surplus(
     """
     if rule.keep_last is None:
         return []
-    counted = [number for number in steps(root) if published is None or number <= published]
-    sound = [number for number in counted if manifest.structure_defect(step_folder(root, number)) is None]
     notes = []
+    try:
+        counted = [number for number in steps(root) if published is None or number <= published]
+        sound = [number for number in counted if manifest.structure_defect(step_folder(root, number)) is None]
+    except StoreError as error:
+        return [f"steps that are not needed any more were not removed: {error}"]
     for number in rule.surplus(sound, protected):
         try:
             remove_step(step_folder(root, number))
@@ -409,6 +447,11 @@ def remove_left_behind(root: Path) -> list[str]:
     """
     if not root.is_dir():
         return []
+    if isinstance(root, ObjectPath):
+        unfinished = [step for step in root.iterdir() if _STEP.fullmatch(step.name) and not _is_there(step)]
+        for step in unfinished:
+            step.remove_files()
+        return [step.name for step in unfinished]
     left = sorted(entry for entry in root.iterdir() if _LEFT_BEHIND.fullmatch(entry.name))
     for path in left:
         shutil.rmtree(path)
@@ -417,6 +460,10 @@ def remove_left_behind(root: Path) -> list[str]:
 
 def remove_step(step: Path) -> None:
     """Hide a step at once, then delete it, so that no reader finds a half deleted step."""
+    if isinstance(step, ObjectPath):
+        (step / MANIFEST).unlink(missing_ok=True)
+        remove_tree(step)
+        return
     hidden = step.with_name(f".{step.name}.deleting")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(step, hidden)

@@ -96,7 +96,7 @@ def read(
     if size == 0 or size > LARGEST:
         raise UntrustedError(f"{NAME} has {size} bytes: between 1 and {LARGEST} are read")
     try:
-        with open(step / NAME, "rb") as file:
+        with (step / NAME).open("rb") as file:
             data = file.read(size)
         metadata = _Unpickler(io.BytesIO(data), with_plans).load()
         return _checked(metadata, files, listed_in)

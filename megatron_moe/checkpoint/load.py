@@ -32,6 +32,7 @@ from megatron_moe.checkpoint.state import (
 from megatron_moe.checkpoint.step_reader import AVERAGE, COMMON, StepReader, read_file
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
+from megatron_moe.io.object_storage import StoreError
 from megatron_moe.io.texts import size_text
 from megatron_moe.parallel.groups import rank_facts, seed_everything
 from megatron_moe.precision.contract import declared_fp32_state
@@ -85,20 +86,30 @@ def verified(run: Run, found: CheckpointPlan, report: Callable[[str], None]) -> 
 
 
 def _damage(step: Path, report: Callable[[str], None]) -> tuple[str | None, str]:
-    """Return what is wrong with the content of a step, the same on every rank, or (None, a note on the check)."""
+    """Return what is wrong with the content of a step, the same on every rank, or (None, a note on the check).
+
+    Raises:
+        ConfigError: on every rank, where an object store failed.
+    """
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     files = manifest.read(step).files
     largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
     outcomes = manifest.checked_content(step, largest_first[rank::world_size])
     total, done, read, seconds = sum(entry["bytes"] for entry in files.values()), 0, 0, 0.0
+    outage: str | None = None  # of an object store: no damage
+    reason: str | None = None
 
     def hashed() -> Iterator[None]:
-        nonlocal done
-        for outcome in outcomes:
-            if isinstance(outcome, str):
-                raise ConfigError(outcome)
-            done += outcome
-            yield
+        nonlocal done, outage
+        try:
+            for outcome in outcomes:
+                if isinstance(outcome, str):
+                    raise ConfigError(outcome)
+                done += outcome
+                yield
+        except StoreError as error:
+            outage = f"--load {step}: cannot be read: {error}"
+            raise
 
     try:
         for read, seconds in in_rounds(hashed(), lambda: done, step):
@@ -106,7 +117,11 @@ def _damage(step: Path, report: Callable[[str], None]) -> tuple[str | None, str]
                 speed = size_text(int(read / seconds))
                 report(f"verifying {step}: {size_text(read)} of {size_text(total)}, {speed}/s")
     except ConfigError as error:
-        return str(error), ""
+        reason = str(error)
+    if outages := sorted({text for text in all_gather_object(outage) if text is not None}):
+        raise ConfigError("; ".join(outages))
+    if reason is not None:
+        return reason, ""
     return None, f"verified {step}: {len(files)} files, {size_text(read)} in {seconds:.1f} s"
 
 

@@ -45,6 +45,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run
 from megatron_moe.io.files import new_file, replace_text, write_bytes, write_json
 from megatron_moe.io.hashing import FileEntry
+from megatron_moe.io.object_storage import location
 from megatron_moe.io.texts import size_text
 from megatron_moe.parallel.groups import host_group, rank_facts
 
@@ -95,7 +96,7 @@ def meet(run: Run) -> tuple[Nodes, list[str]]:
     Raises:
         ConfigError: on every rank, where one cannot write there.
     """
-    save, rank = Path(run.checkpoint.save or ""), torch.distributed.get_rank()
+    save, rank = location(run.checkpoint.save or ""), torch.distributed.get_rank()
 
     def token() -> str:
         kept = save / TOKEN

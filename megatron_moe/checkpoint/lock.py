@@ -4,6 +4,10 @@ The lock is `.writer.lock`: JSON that says who owns it; its modification time is
 is asked for by process number and start time, which needs no clock. An owner on another host, or in another container,
 is taken for dead where the same job was requeued since, or after `STALE_MINUTES` without a heartbeat. The times are
 the file system's own: clocks of hosts may differ or go back.
+
+In an object store the lock is put on the condition that there is none, and each heartbeat puts it again. To take over
+a dead one has no condition there: the last put counts, as on a file system without locks. And a job that lost its lock
+while it writes a step may still put files into that of its successor, which has the same name: hashes show it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from pathlib import Path
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.files import sync, write_bytes
+from megatron_moe.io.object_storage import ObjectPath, StoreError
 
 NAME = ".writer.lock"
 HEARTBEAT_SECONDS = 15.0
@@ -87,7 +92,10 @@ class WriterLock:
 
     def is_held(self) -> bool:
         """Return whether this process still holds the lock."""
-        owner = _read(self._path)
+        try:
+            owner = _read(self._path)
+        except StoreError:
+            return False
         return owner is not None and owner.token == self._me.token
 
     def release(self) -> None:
@@ -97,11 +105,17 @@ class WriterLock:
         if self.is_held():
             self._path.unlink(missing_ok=True)
 
+    def _renew(self) -> None:
+        if isinstance(self._path, ObjectPath):
+            self._path.write_bytes(_content(self._me))
+        else:
+            os.utime(self._path)
+
     def _beat(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             try:
                 if self.is_held():
-                    os.utime(self._path)
+                    self._renew()
             except OSError:  # gone, or the file system is away for a while: `check` finds out before the next save
                 continue
 
@@ -116,12 +130,17 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
     aside = path.with_name(f"{NAME}.{me.token}")  # our lock, next to the real one
     while True:
         try:
-            write_bytes(aside, f"{json.dumps(asdict(me))}\n".encode())
+            write_bytes(aside, _content(me))
             with suppress(FileExistsError, FileNotFoundError):  # not found: who got the lock has removed our file
-                os.link(aside, path)  # which is atomic on network file systems too
+                if isinstance(path, ObjectPath):
+                    path.create(_content(me))
+                else:
+                    os.link(aside, path)  # which is atomic on network file systems too
                 sync(path.parent)
                 break
             owner = _read(path)
+            if owner == me:  # the store had put it and was asked again
+                break
             why: str | None = None  # it is known that the owner is dead
             if owner is not None and owner.host == me.host and owner.boot != me.boot:
                 why = "the host was started again since"
@@ -137,7 +156,7 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
             if why is None and path.exists():
                 raise ConfigError(
                     f"--save {root}: another job writes there: {owner or 'an unknown one'}. Save to another folder, or "
-                    f"end that job. If it is dead, `rm {path}`, or wait: its lock lapses {STALE_MINUTES:g} minutes "
+                    f"end that job. If it is dead, remove {path}, or wait: its lock lapses {STALE_MINUTES:g} minutes "
                     "after its last sign of life"
                 )
             if why is not None and _take_over(aside, path, owner, me):
@@ -146,8 +165,9 @@ def acquire(root: Path) -> tuple[WriterLock, list[str]]:
         finally:
             aside.unlink(missing_ok=True)
         # The lock was released, or another job was faster: look who owns it now.
-    for left in root.glob(f"{NAME}.*"):  # by jobs that were killed there; a living one whose file this is tries again
-        left.unlink(missing_ok=True)
+    for left in root.iterdir():  # by jobs that were killed there; a living one whose file this is tries again
+        if left.name.startswith(f"{NAME}."):
+            left.unlink(missing_ok=True)
     return WriterLock(root, me), notes
 
 
@@ -157,6 +177,12 @@ def _take_over(aside: Path, path: Path, owner: LockOwner | None, me: LockOwner) 
     Runs that try this at once wait for each other on the dead lock's file, with a lock of the system's. Where the file
     system has none, the last one gets it, and the others see that after a moment.
     """
+    if isinstance(path, ObjectPath):
+        if _read(path) != owner:
+            return False
+        path.write_bytes(_content(me))
+        time.sleep(RIVALS_SECONDS)
+        return _read(path) == me
     alone = True
     try:
         with open(path, "r+") as dead:
@@ -175,11 +201,21 @@ def _take_over(aside: Path, path: Path, owner: LockOwner | None, me: LockOwner) 
     return _read(path) == me
 
 
+def _content(owner: LockOwner) -> bytes:
+    return f"{json.dumps(asdict(owner))}\n".encode()
+
+
 def _read(path: Path) -> LockOwner | None:
-    """Return the owner that a lock names; None where there is no lock or it cannot be understood."""
+    """Return the owner that a lock names; None where there is no lock or it cannot be understood.
+
+    Raises:
+        StoreError: the store failed.
+    """
     try:
         values = json.loads(path.read_text())
         return LockOwner(**{field.name: values[field.name] for field in fields(LockOwner)})
+    except StoreError:
+        raise
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_moe.io.files import canonical_json, sync, write_bytes
 from megatron_moe.io.hashing import FileEntry, blocks_of_file
+from megatron_moe.io.object_storage import ObjectPath, StoreError
 
 NAME = "manifest.json"
 FORMAT = 2
@@ -56,6 +57,8 @@ class OtherFormatError(ManifestError):
 def write(step: Path, iteration: int, files: dict[str, FileEntry]) -> None:
     """Write the manifest of a step that is not visible yet, and flush it and the folder to disk.
 
+    In an object store, this makes the step visible.
+
     Raises:
         ValueError: an entry is not one that `read` accepts. OSError: it cannot be written.
     """
@@ -72,16 +75,18 @@ def read(step: Path) -> Manifest:
     """Read the manifest of a step and check it in itself; the files it names are not read.
 
     Raises:
-        ManifestError: it is missing, damaged, not canonical, or of another format.
+        ManifestError: it is missing, damaged, not canonical, or of another format. StoreError: its store failed.
     """
     path = step / NAME
     try:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
+        if not stat.S_ISREG(path.lstat().st_mode):
             raise ManifestError(f"its {NAME} is not a plain file")
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             data = file.read(LARGEST + 1)
     except FileNotFoundError:
         raise ManifestError(f"it has no {NAME}, the mark of a complete step") from None
+    except StoreError:
+        raise
     except OSError as error:
         raise ManifestError(f"its {NAME} cannot be read ({error.strerror})") from error
     if len(data) > LARGEST:
@@ -129,6 +134,11 @@ def structure_defect(step: Path) -> str | None:
         return str(error)
     if manifest.iteration != int(named.group(1) or named.group(2)):
         return f"its {NAME} is that of step {manifest.iteration}"
+    return files_defect(step, manifest.files)
+
+
+def files_defect(step: Path, files: dict[str, FileEntry]) -> str | None:
+    """Return how the files of a folder differ from these in names and sizes, its manifest apart; None if they agree."""
     found: dict[str, int] = {}
     try:
         for name, status in _walk(step):
@@ -136,15 +146,17 @@ def structure_defect(step: Path) -> str | None:
                 kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a plain file"
                 return f"{name} is {kind}"
             found[name] = status.st_size
+    except StoreError:
+        raise
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
-    del found[NAME]
-    for name, entry in manifest.files.items():
+    found.pop(NAME, None)
+    for name, entry in files.items():
         if name not in found:
             return f"{name} is missing"
         if found[name] != entry["bytes"]:
             return f"{name} has {found[name]} bytes instead of {entry['bytes']}"
-    extra = sorted(found.keys() - manifest.files.keys())
+    extra = sorted(found.keys() - files.keys())
     return f"{extra[0]} is not one of its files" if extra else None
 
 
@@ -176,6 +188,8 @@ def checked_content(step: Path, names: Iterable[str]) -> Iterator[int | str]:
             for block in blocks_of_file(step / name):
                 hashed.update(block)
                 yield len(block)
+        except StoreError:
+            raise
         except OSError as error:
             yield f"{name} cannot be read ({error.strerror})"
             return
@@ -204,6 +218,9 @@ def _wrong_entry(name: str, entry: object) -> str | None:
 
 def _walk(folder: Path, before: str = "") -> Iterator[tuple[str, os.stat_result]]:
     """Yield name and status of everything below a folder that is not a folder itself; links are not followed."""
+    if isinstance(folder, ObjectPath):
+        yield from folder.walk_files()
+        return
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             name = before + entry.name

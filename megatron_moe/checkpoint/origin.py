@@ -82,7 +82,7 @@ def of_step(step: Path, state: Mapping[str, Any]) -> tuple[Provenance, list[str]
     def content(name: str) -> bytes:
         path = step / FOLDER / name
         try:
-            with open(path, "rb") as file:
+            with path.open("rb") as file:
                 found = file.read(entries[name]["bytes"] + 1)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None

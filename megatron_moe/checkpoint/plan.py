@@ -13,6 +13,7 @@ from megatron_moe.config.fields import all_fields
 from megatron_moe.config.module_names import frozen, kept_in_fp32
 from megatron_moe.config.rotary import ROTARY_FIELDS, change
 from megatron_moe.config.schema import Run, fields_by_name, flatten, replace
+from megatron_moe.io.object_storage import location
 from megatron_moe.io.texts import how_to_download, is_hub_name
 
 _DTYPES = ("bf16", "fp16")
@@ -78,7 +79,7 @@ def plan(run: Run, known_bad: Mapping[int, str] | None = None) -> CheckpointPlan
     """
     options = run.checkpoint
     known = dict(known_bad or {})
-    source, notes = (None, []) if options.load is None else _find(run, Path(options.load), known)
+    source, notes = (None, []) if options.load is None else _find(run, location(options.load), known)
     start = source.state["iteration"] if source is not None and not options.finetune else 0
     if run.optimizer.lr_restart_at and source is None:
         raise ConfigError(
@@ -87,9 +88,9 @@ def plan(run: Run, known_bad: Mapping[int, str] | None = None) -> CheckpointPlan
         )
     if options.save is None:
         return CheckpointPlan(source, start, tuple(notes), known_bad=known)
-    save, continued = Path(options.save), None
+    save, continued = location(options.save), None
     if options.load is not None and not options.finetune:
-        continued = Path(options.load)
+        continued = location(options.load)
     folder.check_save_root(save, loaded_from=continued, start_iteration=start, known_bad=known)
     continues = source is not None and continued is not None and continued.resolve() == save.resolve()
     return CheckpointPlan(source, start, tuple(notes), continues, known)
@@ -102,7 +103,7 @@ def _find(run: Run, root: Path, known_bad: Mapping[int, str]) -> tuple[Checkpoin
         # A run that goes on after each restart names the folder of its own steps, which is empty at first.
         demands = ["--exit-on-missing-checkpoint"] if options.exit_on_missing_checkpoint else []
         demands += ["--finetune"] if options.finetune else []
-        own = options.save is not None and Path(options.save).resolve() == root.resolve()
+        own = options.save is not None and location(options.save).resolve() == root.resolve()
         if demands or not (own or options.load_hf is not None):
             there = "holds no checkpoint" if root.exists() else "does not exist"
             works = "to start afresh, leave out --load, or name this folder in --save, too"

@@ -53,6 +53,7 @@ from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.schema import Run, flatten
 from megatron_moe.io.files import write_bytes, write_json
 from megatron_moe.io.hashing import FileEntry
+from megatron_moe.io.object_storage import location
 from megatron_moe.io.texts import size_text
 from megatron_moe.model.fully_sharded import local
 from megatron_moe.parallel.groups import rank_facts
@@ -79,7 +80,7 @@ class SaveTarget:
         """Return the target of the flags `--save`, `--keep-last-k` and `--save-retain-interval`."""
         options = run.checkpoint
         rule = folder.retention(options.keep_last_k, options.save_retain_interval)
-        return cls(Path(options.save or ""), rule, lock, loaded, origin or Provenance())
+        return cls(location(options.save or ""), rule, lock, loaded, origin or Provenance())
 
 
 @dataclass
@@ -210,7 +211,7 @@ def lock_folder(run: Run) -> tuple[WriterLock | None, list[str]]:
     Raises:
         ConfigError: on every rank, where another run writes there, or the folder cannot be written.
     """
-    root = Path(run.checkpoint.save or "")
+    root = location(run.checkpoint.save or "")
 
     def locked() -> tuple[WriterLock | None, list[str]]:
         lock = None

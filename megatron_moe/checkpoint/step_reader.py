@@ -11,7 +11,7 @@ import math
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,10 +20,15 @@ from megatron_moe.checkpoint import index, manifest
 from megatron_moe.checkpoint.index import StepIndex, StoredBytes, TensorPart, UntrustedError
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.io.hashing import FileEntry
+from megatron_moe.io.object_storage import ObjectPath
 
 AVERAGE = "optimizer.state.ema."
 """The key of the average of a weight is this and the weight's key; see `sharded.py`."""
 COMMON = "common.pt"
+SMALL_PART = 2**20
+"""Up to how many bytes a part of a tensor is read from an object store as a whole."""
+SMALL_READ = 8192
+"""What is read at once of the small records of an archive, in bytes."""
 LARGEST = 2 * 2**30
 """The largest file of plain values that is read, in bytes."""
 
@@ -50,7 +55,7 @@ def read_file(step: Path, name: str) -> Any:
     Raises:
         UntrustedError: it holds anything else, cannot be read, or is too large.
     """
-    with open(step / name, "rb") as file:
+    with (step / name).open("rb") as file:
         data = file.read(LARGEST + 1)
     if len(data) > LARGEST:
         raise UntrustedError(f"{name} has more than {LARGEST} bytes")
@@ -63,7 +68,7 @@ def read_value(step: Path, key: str, place: StoredBytes) -> Any:
     Raises:
         UntrustedError: it holds anything else, or cannot be read.
     """
-    with open(step / place.file, "rb") as file:
+    with (step / place.file).open("rb", buffering=SMALL_READ) as file:
         file.seek(place.offset)
         return _loaded(file.read(place.length), f"{key} in {place.file}")
 
@@ -132,6 +137,7 @@ class StepReader:
         except (UntrustedError, manifest.ManifestError, OSError) as error:
             raise ConfigError(f"{step}: refused: {error}") from error
         self._layouts: dict[StoredBytes, _Layout] = {}
+        self._small: tuple[StoredBytes | None, Tensor] = None, torch.empty(0)
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype in which a tensor is stored."""
@@ -202,9 +208,13 @@ class StepReader:
     def _layout(self, key: str, part: TensorPart) -> _Layout:
         """Return the layout of a part from its archive's small records; the elements are not read."""
         place = part.place
-        with open(self.step / place.file, "rb") as file:
+        with (self.step / place.file).open("rb", buffering=0) as file:
+            archive: Any = io.BufferedReader(Section(file, place), SMALL_READ)
+            if isinstance(self.step, ObjectPath) and place.length <= SMALL_PART:  # one request for it all
+                whole = self._bytes(place, place.offset, torch.empty(place.length, dtype=torch.uint8))
+                archive, self._small = io.BytesIO(memoryview(whole.numpy())), (place, whole)
             try:
-                value = torch.load(cast(IO[bytes], Section(file, place)), map_location="meta", weights_only=True)
+                value = torch.load(archive, map_location="meta", weights_only=True)
             except Exception as error:  # whatever an archive made for it can raise
                 raise UntrustedError(f"{key} in {place.file} is damaged or harmful: {words(error)}") from None
         fits = isinstance(value, Tensor) and value.dtype == self.dtype(key) and tuple(value.shape) == part.shape
@@ -225,12 +235,14 @@ class StepReader:
 
     def _bytes(self, place: StoredBytes, first: int, content: Tensor) -> Tensor:
         """Fill bytes of host memory with those of a file from `first` on, and return them."""
-        count = content.numel()
-        with open(self.step / place.file, "rb", buffering=0) as file:
+        count, (small, whole) = content.numel(), self._small
+        if small == place:
+            return content.copy_(whole[first - place.offset :][:count])
+        with (self.step / place.file).open("rb", buffering=0) as file:
             file.seek(first)
             view, done = memoryview(content.numpy()), 0
             while done < count:
-                got = file.readinto(view[done:])
+                got = cast(Any, file).readinto(view[done:])
                 if not got:
                     raise UntrustedError(f"{place.file} ends {count - done} bytes early")
                 done += got
@@ -250,7 +262,7 @@ def _in_order(extent: list[int], stride: tuple[int, ...]) -> bool:
 class Section(io.RawIOBase):
     """One value of a data file, readable as a file of its own."""
 
-    def __init__(self, file: io.BufferedReader, place: StoredBytes) -> None:
+    def __init__(self, file: Any, place: StoredBytes) -> None:
         self._file, self._place, self._position = file, place, 0
 
     def readable(self) -> bool:

@@ -214,8 +214,8 @@ class _HashingFileSystem(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb", "a step is only written here"
-        file = HashingFile(Path(path))
-        self.files[Path(path).name] = file
+        file = HashingFile(cast(Path, path))
+        self.files[file.path.name] = file
         try:
             yield cast(io.IOBase, file)
         finally:
@@ -242,6 +242,11 @@ class _HashingWriter(FileSystemWriter):
         # Its files sync themselves, and know then which of them failed.
         super().__init__(folder, single_file_per_rank=True, sync_files=False, thread_count=1, **ahead)
         self.fs = _HashingFileSystem()
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The folder as the index has it, where nothing reads it: of pathlib's own type."""
+        return Path(*Path(self.path).parts)
 
     @contextmanager
     def refusals(self) -> Iterator[None]:

@@ -266,6 +266,8 @@ _UNTOUCHED_BY_SHELLS = frozenset({"match", "json_keys", "tiktoken_special_tokens
 """Names of settings whose values are patterns, keys and tokens, in which `$` and `<...>` mean themselves."""
 _ADDRESSES = frozenset({"mlflow_tracking_uri"})
 """Names of settings that may be addresses."""
+_IN_STORES = frozenset({"save", "load", "pretrained_checkpoint"})
+"""Names of settings that may be URLs of object stores."""
 
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 _PASTED_FLAG = re.compile(rf"-*[{_DASHES}][-{_DASHES}]*[\w.][^\s]*")
@@ -278,6 +280,7 @@ _HOME = re.compile(r"~[\w.-]*(/|$)")
 _PLACEHOLDER = re.compile(r"<[\w .:/-]+>|\.\.\.|\u2026")
 _FLAG_INSIDE = re.compile(r"\s(--[a-z][\w-]+)")
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+_STORE = re.compile(r"(?!https?:)[a-z][a-z0-9+.-]*://[\w.]")
 
 
 def require_typed(word: str) -> None:
@@ -343,7 +346,8 @@ def require_expanded(name: str, text: str, where: str) -> None:
         raise ConfigError(f"{where}{text!r}: begins or ends with a space; write {text.strip()}")
     if _PLACEHOLDER.fullmatch(text):
         raise ConfigError(f"{shown}: is a placeholder; put a value in its place")
-    if name not in _ADDRESSES and _ADDRESS.match(text):
+    is_known = name in _ADDRESSES or (name in _IN_STORES and _STORE.match(text))
+    if _ADDRESS.match(text) and not is_known:
         raise ConfigError(
             f"{shown}: is an address, and files are read and written in folders alone; download it, and give the path"
         )

@@ -3,14 +3,51 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from pathlib import Path
 
-from megatron_moe.config.errors import ConfigError
+from megatron_moe.config.errors import ConfigError, MissingPackage
 
 _LFS = b"version https://git-lfs"
+_URL = re.compile(r"[a-z][a-z0-9+.-]*:/", re.ASCII)  # of two slashes, pathlib makes one
 MOST_BYTES_OF_SETTINGS = 16 * 2**20
 """Settings are some kilobytes; a device such as /dev/zero never ends."""
+
+
+def is_url(given: str) -> bool:
+    """Return whether a flag names a place in an object store, such as s3://BUCKET/NAME, and not one on a disk."""
+    return _URL.match(given) is not None
+
+
+def require_on_disk(flag: str, given: str) -> None:
+    """Refuse a URL where only a path on a disk can be read.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    if is_url(given):
+        raise ConfigError(f"{flag} {given}: is read from a disk only; copy it to one, and name the copy")
+
+
+def require_store(flag: str, given: str) -> None:
+    """Refuse a URL of a store that fsspec does not know, or whose package is not installed.
+
+    Raises:
+        ConfigError: with the command that installs the package.
+    """
+    from fsspec.registry import get_filesystem_class, known_implementations
+
+    scheme = given.partition("://")[0]
+    try:
+        get_filesystem_class(scheme)
+    except ValueError:
+        raise ConfigError(
+            f"{flag} {given}: there is no object store {scheme}://; use s3://, gs:// or abfs://"
+        ) from None
+    except ImportError:
+        package = known_implementations[scheme]["class"].partition(".")[0]
+        raise MissingPackage(f"{flag} {given}: needs a package that is not installed; pip install {package}") from None
 
 
 def read_settings(flag: str, path: str, kind: str) -> str:
@@ -47,6 +84,7 @@ def require_readable(flag: str, given: str) -> None:
     Raises:
         ConfigError: the message names the flag.
     """
+    require_on_disk(flag, given)
     try:
         found = os.stat(given)
     except (FileNotFoundError, NotADirectoryError):
@@ -98,6 +136,7 @@ def require_writable_file(flag: str, given: str, *, in_new_folder: bool = False)
 
 def require_writable_folder(flag: str, given: str) -> None:
     """Refuse a path that is no folder to write in, and where none can be made, by a ConfigError with the flag."""
+    require_on_disk(flag, given)
     path = Path(_absolute(flag, given))
     if path == path.parent:
         raise ConfigError(f"{flag} {given}: is the root of all folders, as an unset variable makes it; name a folder")

@@ -265,12 +265,12 @@ class DataConfig:
 class CheckpointConfig:
     """Checkpoints: saving, loading, retention."""
 
-    save: str | None = setting(None, "folder for checkpoints", report=False)
+    save: str | None = setting(None, "folder for checkpoints, or URL of an object store", report=False)
     save_interval: int | None = setting(
         None, "iterations between checkpoints; default: only at the end", within=POSITIVE_COUNT
     )
     load: str | None = setting(
-        None, "folder to continue from: its latest step; may be empty where it is --save's", report=False
+        None, "folder or URL to continue from: its latest step; may be empty where it is --save's", report=False
     )
     load_hf: str | None = setting(
         None,
@@ -408,6 +408,9 @@ class LoggingConfig:
         None, "HTML page of the run, written anew while it trains and when it ends", report=False
     )
     summary_file: str | None = setting(None, "JSON with the run's result, written at the end", report=False)
+    prometheus_file: str | None = setting(
+        None, "NAME.prom with the present metrics, for the textfile collector of node_exporter", report=False
+    )
     moe_routing_trace_path: str | None = setting(None, "folder for the routes of every training step", report=False)
     sample_prompt: str | None = setting(None, "text to continue at the end of the run")
     sample_tokens: int = setting(48, "tokens to generate after --sample-prompt", within=POSITIVE_COUNT)
@@ -420,6 +423,12 @@ class LoggingConfig:
     log_max_attention_logit: bool = setting(False, "the largest attention logit, there too; qk-clip logs it anyway")
     timing_log_level: int = setting(
         0, "log where a step's time goes: 1 its parts, 2 every micro-batch; adds barriers", choices=(0, 1, 2)
+    )
+    log_straggler: bool = setting(
+        False, "name a rank that is slower than the others of its pipeline stage, and the part of the step"
+    )
+    straggler_interval: int = setting(
+        2, "iterations between the ranks' exchanges of their times, for --log-straggler", within=POSITIVE_COUNT
     )
     health_interval: int | None = setting(
         None,

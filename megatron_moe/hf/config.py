@@ -29,6 +29,7 @@ from megatron_moe.hf.family import Family
 from megatron_moe.hf.folder import HFFolder, configuration_alone
 from megatron_moe.hf.mapping import Mapping, mapping, require_tensors
 from megatron_moe.hf.rope import rope_keys
+from megatron_moe.io.object_storage import location
 
 _BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 _OF_TRAINING = {
@@ -368,10 +369,10 @@ def filled_in(given: dict[str, Any], *, weights: bool = True) -> dict[str, Any]:
             )
         # It is `--load FOLDER --finetune` until the run has saved a step, as in Megatron-LM.
         load = given.get("load")
-        if load is None or checkpoints.find_step(Path(load), None, verify=verify)[0] is None:
+        if load is None or checkpoints.find_step(location(load), None, verify=verify)[0] is None:
             given = {**given, "load": pretrained, "finetune": True}
     if given.get("load") is not None and (imported is not None or given.get("use_checkpoint_args")):
-        root = Path(given["load"])
+        root = location(given["load"])
         step, _ = checkpoints.find_step(root, given.get("ckpt_step"), verify=verify)
         if step is not None:
             where = f"--use-checkpoint-args {step}" if imported is None else f"{step}, which --load goes on from"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,32 +23,36 @@ from typing import IO, Any
 
 from megatron_moe.config.paths import require_writable_file
 from megatron_moe.io.hashing import FileEntry, HashingFile
+from megatron_moe.io.object_storage import ObjectPath
 
 # One file that is replaced.
 
 
 @contextmanager
-def replacing(path: Path, mode: str = "w", *, sole_writer: bool = False) -> Iterator[IO[Any]]:
+def replacing(path: Path, mode: str = "w", *, sole_writer: bool = False, synced: bool = True) -> Iterator[IO[Any]]:
     """Open a file next to `path` for writing; it takes the place of `path` if the block ends well, else it is removed.
 
     Args:
         mode: "w" for text in UTF-8, or "wb".
         sole_writer: see `written_aside`.
+        synced: whether it is put onto the disk; without it, a crash of the machine may leave an empty file.
     """
-    with written_aside(path, sole_writer=sole_writer) as aside:
+    with written_aside(path, sole_writer=sole_writer, synced=synced) as aside:
         with open(aside, mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                os.fsync(file.fileno())
 
 
 @contextmanager
-def written_aside(path: Path, *, sole_writer: bool = False) -> Iterator[Path]:
+def written_aside(path: Path, *, sole_writer: bool = False, synced: bool = True) -> Iterator[Path]:
     """Yield a path next to `path` for a file that replaces it at the end; the block has to put it onto the disk.
 
     Args:
         sole_writer: a lock ensures that no other process writes `path`. The name aside is then fixed, so that what a
             killed process left there is overwritten by the next one.
+        synced: whether the folder is put onto the disk, too.
     """
     aside = path.with_name(f".{path.name}.new" if sole_writer else f".{path.name}.{os.getpid()}.new")
     try:
@@ -57,12 +62,16 @@ def written_aside(path: Path, *, sole_writer: bool = False) -> Iterator[Path]:
         with suppress(OSError):
             aside.unlink()
         raise
-    sync(path.parent)
+    if synced:
+        sync(path.parent)
 
 
-def replace_text(path: Path, text: str, *, sole_writer: bool = False) -> None:
-    """Replace a file by one that holds `text` in UTF-8."""
-    with replacing(path, sole_writer=sole_writer) as file:
+def replace_text(path: Path, text: str, *, sole_writer: bool = False, synced: bool = True) -> None:
+    """Replace a file by one that holds `text` in UTF-8, an object by one put; arguments are those of `replacing`."""
+    if isinstance(path, ObjectPath):
+        path.write_text(text)
+        return
+    with replacing(path, sole_writer=sole_writer, synced=synced) as file:
         file.write(text)
 
 
@@ -142,7 +151,12 @@ def canonical_json(value: object) -> bytes:
 
 
 def sync(path: Path) -> None:
-    """Put a file's content, or a folder's entries, onto the disk; an OSError's file name is `path`."""
+    """Put a file's content, or a folder's entries, onto the disk; an OSError's file name is `path`.
+
+    An object in a store is durable already.
+    """
+    if isinstance(path, ObjectPath):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -157,8 +171,18 @@ def named(error: OSError, path: Path) -> OSError:
     return error if error.filename else OSError(error.errno, error.strerror or str(error), str(path))
 
 
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with all that is in it, as far as the system allows; none is no error."""
+    if isinstance(folder, ObjectPath):
+        folder.remove_files()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def free_bytes(folder: Path) -> int | None:
     """Return the bytes that a user may still write in a folder, made or not; None where the system does not say."""
+    if isinstance(folder, ObjectPath):
+        return None
     try:
         status = os.statvfs(next(there for there in (folder, *folder.parents) if there.exists()))
     except OSError:

@@ -8,7 +8,9 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
+
+from megatron_moe.io.object_storage import BLOCK_BYTES, ObjectPath
 
 _LARGE = 1 << 20
 """Bytes from which a piece is hashed in a thread of its own while it is written: below, starting it costs more."""
@@ -24,9 +26,11 @@ class FileEntry(TypedDict):
 
 def blocks_of_file(path: str | Path) -> Iterator[memoryview]:
     """Yield the content of a file block by block; a block is valid until the next one is asked for."""
-    buffer = memoryview(bytearray(_BLOCK))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+    path = Path(path) if isinstance(path, str) else path
+    in_store = isinstance(path, ObjectPath)
+    buffer = memoryview(bytearray(BLOCK_BYTES if in_store else _BLOCK))
+    with path.open("rb", buffering=BLOCK_BYTES if in_store else 0) as file:
+        while count := cast(Any, file).readinto(buffer):
             yield buffer[:count]
 
 
@@ -69,7 +73,8 @@ class HashingFile:
     """A new binary file that is hashed while it is written, with the methods that torch's writers call.
 
     A checkpoint's file is not read before its folder is renamed, so it is written in place; and to hash it afterwards
-    would read it from the disk a second time. Other files are replaced by `files.replacing`.
+    would read it from the disk a second time. Other files are replaced by `files.replacing`. An object appears in its
+    store when it is closed, if all of it was written.
 
     Attributes:
         error: the first error of the system. torch reports an error of its own instead.
@@ -81,7 +86,7 @@ class HashingFile:
         self._digest = hashlib.sha256()
         self._bytes = 0
         self._hasher = SideHasher()
-        self._file = io.BufferedWriter(io.FileIO(path, "wb"), _LARGE)
+        self._file = io.BufferedWriter(path.open("wb", buffering=0), _LARGE)
 
     def write(self, data: Any) -> int:
         """Append bytes, or any object with the buffer protocol, and return their number."""
@@ -105,7 +110,8 @@ class HashingFile:
         """Put everything onto the disk."""
         try:
             self._file.flush()
-            os.fsync(self._file.fileno())
+            if not isinstance(self.path, ObjectPath):
+                os.fsync(self._file.fileno())
         except OSError as error:
             self.error = self.error or error
             raise
@@ -121,8 +127,9 @@ class HashingFile:
         finally:
             try:
                 self._file.close()
-            except OSError:  # what could not be written is tried once more by Python
+            except OSError as error:  # what could not be written is tried once more by Python
                 if self.error is None:
+                    self.error = error
                     raise
 
     def entry(self) -> FileEntry:

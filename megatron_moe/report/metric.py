@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from megatron_moe.config.schema import Run
 from megatron_moe.io.texts import duration_text
 from megatron_moe.report.health import load_max_over_mean, scalars, summary_line
-from megatron_moe.report.records import StepRecord
+from megatron_moe.report.records import OWN_WORK, StepRecord
 
 _EVALUATION_TAGS = ("loss/valid", "loss/test")
 
@@ -263,6 +264,20 @@ def _timers(record: StepRecord) -> dict[str, float | None]:
     return times
 
 
+def _rank_scalars(record: StepRecord) -> dict[str, float | None]:
+    """Return how uneven the ranks' own work is, and the share of their time in which they wait for others."""
+    if not record.rank_seconds:
+        return {}
+    waiting = sum(record.rank_seconds["waiting"])
+    everything = sum(map(sum, record.rank_seconds.values()))
+    own = [sum(parts) for parts in zip(*(record.rank_seconds[name] for name in OWN_WORK))]
+    usual = median(own)
+    return {
+        "ranks/work_max_over_median": max(own) / usual if usual else None,
+        "ranks/waiting_share": waiting / everything if everything else None,
+    }
+
+
 BUILT_IN: tuple[Metric, ...] = (
     Metric("iteration"),
     Metric("consumed_samples", "sequences"),
@@ -369,6 +384,7 @@ BUILT_IN: tuple[Metric, ...] = (
         tensorboard="optimizer/clipped_heads",
     ),
     Metric("timers", "s per iteration, by part", tensorboard=_timers),
+    Metric("rank_seconds", "s per step, by part and rank", tensorboard=_rank_scalars),
     Metric("memory", "by statistic of the allocator", tensorboard=lambda record: record.memory),
     Metric("world_size", "ranks", tensorboard="world-size"),
     Metric("data_hash"),

@@ -24,6 +24,10 @@ class SourceStep:
     epochs: float
 
 
+OWN_WORK = ("data", "forward", "backward", "optimizer", "save")
+"""The parts of a rank's own work, by which it is compared with others."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """The metrics of one optimizer step, in the order of the keys in metrics.jsonl.
@@ -62,6 +66,7 @@ class StepRecord:
     max_attention_logit: float | None = None
     clipped_heads: int | None = None
     timers: Mapping[str, float] = field(default_factory=dict)
+    rank_seconds: Mapping[str, list[float]] = field(default_factory=dict)  # by part, of each rank
     memory: Mapping[str, int] = field(default_factory=dict)
     world_size: int | None = None
     data_hash: str | None = None  # of what the step read; the same on every layout
@@ -115,7 +120,7 @@ class EvalRecord:
         return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
 
 
-EVENTS = ("start", "loaded", "saved", "fault", "warning", "stop", "end", "message")
+EVENTS = ("start", "loaded", "saved", "fault", "warning", "slow", "stop", "end", "message")
 """The kinds of events; docs/reference/metrics.md says what happened, and which facts each has."""
 
 

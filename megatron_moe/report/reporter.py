@@ -17,6 +17,7 @@ from megatron_moe.config.schema import Run
 from megatron_moe.io.program import StoppedEarly
 from megatron_moe.report.console import console_sink
 from megatron_moe.report.jsonl import EvaluationsSink, JsonlSink, read_steps
+from megatron_moe.report.prometheus import PrometheusSink
 from megatron_moe.report.records import EVENTS, EvalRecord, EventRecord, StepRecord, exact
 from megatron_moe.report.run_info import FINISHED, RunInfo, SummarySink, Totals
 from megatron_moe.report.sink import OwnSink, Sink, SinkError, TensorBoardSink
@@ -101,6 +102,9 @@ class Reporter:
         if flags.report_file and page_sink is not None:
             warn = partial(self.event, "warning")
             self._sinks.append(page_sink(Path(flags.report_file), metrics_file, warn))
+        if flags.prometheus_file:
+            warn = partial(self.event, "warning")
+            self._sinks.append(PrometheusSink(Path(flags.prometheus_file), self._info.values, warn))
         self._sinks.append(
             console_sink(
                 stream or sys.stdout,

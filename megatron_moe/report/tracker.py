@@ -49,7 +49,7 @@ RETRY_SECONDS = (5.0, 30.0, 120.0, 600.0, 1800.0)
 RUN_TAG = "megatron_moe.run_id"
 """The tag of an MLflow run that has our run_id."""
 
-_EVENTS = ("fault", "warning", "stop")
+_EVENTS = ("fault", "warning", "slow", "stop")
 _PACKAGES = {"wandb_project": ("wandb", "wandb"), "mlflow_experiment": ("mlflow", "mlflow-skinny")}
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SECONDS_TO_REACH_WANDB = 20.0

@@ -40,6 +40,8 @@ class Step:
     """Measures the step, where a callback sets it."""
     counts_zeros: bool = False
     """Whether the zeros of the gradients are counted."""
+    rank_seconds: dict[str, list[float]] = field(default_factory=dict)
+    """What each rank spent its time on, where that is known, on rank 0; see `StepRecord.rank_seconds`."""
     record: StepRecord | None = None
     """The step's metrics, once they are reported."""
 

@@ -135,7 +135,7 @@ def activity_of(frames: Frames, on_device: bool) -> ThreadActivity:
             except (AttributeError, RuntimeError):  # a group of another kind, or one that is being taken down
                 pass
         return ThreadActivity(collective.f_code.co_name, tensor, number, at)
-    waits_in = _waiting_call(*frames[0], on_device) if frames else None
+    waits_in = waiting_call(*frames[0], on_device) if frames else None
     if waits_in == "wait":  # for a collective that was started before
         waits_in = f"a wait in {frames[0][0].f_code.co_name}"
     elif waits_in is not None:
@@ -147,7 +147,7 @@ def _is_tensor(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _waiting_call(frame: FrameType, line: int, instruction: int, on_device: bool) -> str | None:
+def waiting_call(frame: FrameType, line: int, instruction: int, on_device: bool) -> str | None:
     """Return the call in which the innermost frame waits: wait, synchronize, item and so on; None for others.
 
     With `on_device`, calls that read from a CUDA device count, and so does a condition on a tensor.

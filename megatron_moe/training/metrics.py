@@ -119,6 +119,7 @@ class Meter:
         epochs: Mapping[str, float] | None = None,
         params_norm: float | None = None,
         part_seconds: Mapping[str, float] | None = None,
+        rank_seconds: Mapping[str, list[float]] | None = None,
     ) -> StepRecord:
         """Return one step's record; epochs: the passes over each named source so far.
 
@@ -183,6 +184,7 @@ class Meter:
             max_attention_logit=result.max_attention_logit,
             clipped_heads=result.clipped_heads,
             timers=timers,
+            rank_seconds=rank_seconds or {},
             memory=memory,
             world_size=world_size,
             data_hash=result.data_hash,

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_moe.checkpoint.errors import all_gather_object
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import local_world_size
+from megatron_moe.config.paths import is_url
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import cache_folder, sources_of
 from megatron_moe.data.index_file import sidecar_path
@@ -149,8 +150,9 @@ def _require_same_content(
 
 def shared_folders(run: Run) -> Iterator[tuple[str, Path]]:
     """Yield the folders that rank 0 writes and other nodes read, each with the flag that names it."""
-    if run.checkpoint.save is not None:
-        yield f"--save {run.checkpoint.save}", Path(run.checkpoint.save)
+    save = run.checkpoint.save
+    if save is not None and not is_url(save):
+        yield f"--save {save}", Path(save)
     sources = sources_of(run)
     if not sources.mock:
         cache = cache_folder(run, sources)

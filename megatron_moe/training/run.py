@@ -36,6 +36,7 @@ from megatron_moe.training.callbacks.evaluation import Evaluation, StopAsked, St
 from megatron_moe.training.callbacks.faults import NonFinite, Spikes
 from megatron_moe.training.callbacks.profiler import GarbageCollection, Profiler
 from megatron_moe.training.callbacks.reporting import Reporting
+from megatron_moe.training.callbacks.stragglers import Stragglers
 from megatron_moe.training.evaluate import gathered_parameters
 from megatron_moe.training.loop import train
 from megatron_moe.training.plan import evaluates_test_split, plan_run, require_profiler
@@ -118,14 +119,14 @@ def pretrain(
                 if run.training.skip_train:
                     trainer.reporter.message("nothing is trained or saved (--skip-train)")
                 elif trainer.finished:
-                    done = trainer.progress.iteration
                     trainer.reporter.message(
-                        f"nothing to train: the checkpoint is at iteration {done} of --train-iters "
-                        f"{trainer.run.training.train_iters}"  # which --train-samples may have set
+                        f"nothing to train: the checkpoint is at iteration {trainer.progress.iteration} of "
+                        f"--train-iters {trainer.run.training.train_iters}"  # which --train-samples may have set
                     )
                 every: list[Callback] = [
                     Routes(),
                     Profiler(),
+                    Stragglers(),  # before its times are reported
                     Reporting(),
                     NonFinite(),
                     Spikes(),

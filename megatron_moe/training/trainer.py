@@ -10,6 +10,7 @@ from typing import Any
 from megatron_moe.checkpoint.local import LocalSaver
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.checkpoint.state import TrainingProgress, TrainState
+from megatron_moe.config.paths import is_url
 from megatron_moe.config.schema import Run
 from megatron_moe.data.checks import Fingerprint
 from megatron_moe.data.mixture import Mixture
@@ -28,10 +29,11 @@ RECORDS_KEPT = 512
 
 
 def fault_folder(run: Run) -> Path | None:
-    """Return the folder for the reports of faults; None where the flags name none."""
+    """Return the folder for the reports of faults; None where the flags name none on a disk."""
     if run.faults.fault_dir is not None:
         return Path(run.faults.fault_dir)
-    return None if run.checkpoint.save is None else Path(run.checkpoint.save) / "faults"
+    save = run.checkpoint.save
+    return None if save is None or is_url(save) else Path(save) / "faults"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megatron_moe.checkpoint.plan import architecture_keys
 from megatron_moe.config.cli import add_flags
 from megatron_moe.config.command_line import Parser
 from megatron_moe.config.errors import ConfigError
-from megatron_moe.config.paths import require_writable_folder
+from megatron_moe.config.paths import require_on_disk, require_writable_folder
 from megatron_moe.config.run_flags import TOKENIZER_FIELDS
 from megatron_moe.hf.config import settings_of
 from megatron_moe.hf.families import FAMILIES
@@ -253,6 +253,8 @@ def _check(args: argparse.Namespace) -> None:
     if verifies and importlib.util.find_spec("transformers") is None:
         raise ConfigError("--verify: compares with transformers, which is not installed; install it, or leave it out")
     require_writable("--certificate", args.certificate)
+    require_on_disk("--load", args.load)
+    require_on_disk("--save", args.save)
     args.max_shard_bytes = _size(args.max_shard_size)
     load, save = Path(args.load), Path(os.path.abspath(args.save))
     steps = [load, *(folder.step_folder(load, number) for number in folder.steps(load))]

@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 
 from megatron_moe import platform
 from megatron_moe.config.errors import MachineError
+from megatron_moe.config.paths import is_url
 from megatron_moe.config.schema import Run
 from megatron_moe.engine import defects
 from megatron_moe.engine.defects import NEWEST, OLDEST, dotted
@@ -536,6 +537,8 @@ def _save_folder(run: Run) -> Path | Finding:
     """Return --save's folder, or the nearest one above it that exists: nothing is made here."""
     if run.checkpoint.save is None:
         return Finding(IMPOSSIBLE, "no --save was given")
+    if is_url(run.checkpoint.save):
+        return Finding(IMPOSSIBLE, "--save is in an object store")
     folder = Path(run.checkpoint.save).absolute()
     while not folder.exists():
         folder = folder.parent

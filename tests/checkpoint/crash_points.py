@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_moe.checkpoint import folder, manifest
+from tests.helpers import beside, object_store
 from tests.helpers.kills import steps_in
 from tests.helpers.ranks import Child, RankParent
 from tests.helpers.trained_steps import SMALL, trained
@@ -46,10 +47,10 @@ class Fault(NamedTuple):
 
 
 class Trials:
-    """Runs of one rank. Use as a context manager."""
+    """Runs of one rank, which may save to an object store. Use as a context manager."""
 
-    def __init__(self, parent: RankParent) -> None:
-        self._parent = parent
+    def __init__(self, parent: RankParent, store: object_store.ObjectStore | None = None) -> None:
+        self._parent, self._store = parent, store
         self._folder = Path(tempfile.mkdtemp(prefix="crash-points-"))
         self._runs = 0
         self._said = ""
@@ -65,7 +66,7 @@ class Trials:
         flags: dict[str, Any],
         *,
         stop_at: int | None = None,
-        fault: Fault | None = None,
+        fault: Fault | object_store.Fault | None = None,
         file_limit: int | None = None,
     ) -> int:
         """A run's exit status, negative for a signal.
@@ -75,8 +76,10 @@ class Trials:
             fault: inject it in that save.
             file_limit: bytes that a file may have in that save, as with `ulimit -f`.
         """
-        inject = [] if fault is None else ["-e", f"inject={fault.call}:{fault.what}:when={fault.number}"]
-        return self._run(flags, stop_at, inject, file_limit)[0]
+        if isinstance(fault, Fault):
+            inject = ["-e", f"inject={fault.call}:{fault.what}:when={fault.number}"]
+            return self._run(flags, stop_at, inject, file_limit)[0]
+        return self._run(flags, stop_at, [], file_limit, fault)[0]
 
     def calls(self, flags: dict[str, Any], stop_at: int) -> dict[str, int]:
         """How many calls of each kind the save of step `stop_at` makes, in the thread that makes most of them."""
@@ -93,7 +96,12 @@ class Trials:
         return self._said[-3000:]
 
     def _run(
-        self, flags: dict[str, Any], stop_at: int | None, tracing: list[str], file_limit: int | None
+        self,
+        flags: dict[str, Any],
+        stop_at: int | None,
+        tracing: list[str],
+        file_limit: int | None,
+        request: object_store.Fault | None = None,
     ) -> tuple[int, str]:
         self._runs += 1
         here = self._folder / str(self._runs)
@@ -105,16 +113,22 @@ class Trials:
         listener.start()
         ready, go = os.open(here / "ready", os.O_RDONLY | os.O_NONBLOCK), os.open(here / "go", os.O_RDWR)
         spec = {"flags": {**RUN, **flags}, "stop_at": stop_at, "file_limit": file_limit, "folder": str(here)}
-        (pid,) = self._parent.fork([Child("tests.checkpoint.crash_points:run", spec, str(here / "said"))])
+        environment = {} if self._store is None else self._store.environment
+        child = Child("tests.checkpoint.crash_points:run", spec, str(here / "said"), environment=environment)
+        (pid,) = self._parent.fork([child])
         while not select.select([ready], [], [], 0.2)[0] and self._parent.statuses([pid]) == [None]:
             continue
         tracer = None
         if os.read(ready, 1) and tracing:
             tracer, answer = _tracer(pid, "-f", "-o", str(here / "trace"), *tracing)
             assert "attached" in answer, answer
+        if self._store is not None and stop_at is not None:
+            self._store.arm(request, pid)
         os.write(go, b"g")
         (status,) = self._parent.statuses([pid], 240)
         assert status is not None, "the run does not end"
+        if self._store is not None:
+            self._store.disarm()
         listener.join(600)
         (self._said,) = heard
         if tracer is not None:
@@ -165,7 +179,9 @@ def what_is_wrong(root: Path, at_least: int | None) -> list[str]:
     return wrong
 
 
-def trial(trials: Trials, root: Path, flags: dict[str, Any], stop_at: int, fault: Fault) -> list[str]:
+def trial(
+    trials: Trials, root: Path, flags: dict[str, Any], stop_at: int, fault: Fault | object_store.Fault
+) -> list[str]:
     """One crash or refusal while step `stop_at` is saved; what is wrong with what is left and with the run after it."""
     flags = {**flags, "save": str(root)}
     before = stop_at - RUN["save_interval"] or None
@@ -197,6 +213,8 @@ def run(spec: dict[str, Any]) -> int:
     from megatron_moe.checkpoint.errors import SaveError
     from megatron_moe.checkpoint.save import Saver
 
+    if spec["flags"].get("save", "").startswith("s3:"):
+        beside.find_them()
     sys.dont_write_bytecode = True  # byte code is written with a rename of its own, once
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)

@@ -45,7 +45,7 @@ def test_a_second_job_is_refused_with_the_first_ones_name(tmp_path):
     with acquire(tmp_path)[0]:
         with pytest.raises(ConfigError) as error:
             acquire(tmp_path)
-        for words in (f"--save {tmp_path}", f"process {os.getpid()} on ", "Save to another folder", "rm "):
+        for words in (f"--save {tmp_path}", f"process {os.getpid()} on ", "Save to another folder", "remove "):
             assert words in str(error.value)
         assert left(tmp_path) == [writer_lock.NAME]
     assert left(tmp_path) == []

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import crash_points
+from tests.helpers import object_store
+from tests.helpers.object_store import ObjectStore
 from tests.helpers.ranks import RankParent
 
 MODES = {
@@ -60,6 +62,27 @@ def test_after_a_crash_or_a_refusal_at_any_point_of_a_save_a_whole_step_loads(
             wrong.append(f"{point}: what was trained afterwards is not what an undisturbed run trains")
         shutil.rmtree(folder)
     figure(name, mode=mode, fault=what, trials=len(chosen), failures=len(wrong))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("mode", list(MODES)[2:])
+def test_after_a_kill_at_any_request_of_a_save_to_a_store_a_whole_step_loads(rank_parent, mode, scaled, figure):
+    stop_at, flags = MODES[mode]
+    wrong = []
+    with ObjectStore() as store, crash_points.Trials(rank_parent, store) as trials:
+        root = store.bucket(f"undisturbed{len(mode)}")
+        assert trials.run({**flags, "save": str(root)}) == 0, trials.output()
+        reference = crash_points.content(root, 6)
+        counted = store.bucket(f"counted{len(mode)}")
+        assert trials.run({**flags, "save": str(counted)}, stop_at=stop_at) == 0, trials.output()
+        points = [object_store.Fault(number // 2, carried_out=number % 2 > 0) for number in range(2 * store.asked)]
+        chosen = points[:: max(1, len(points) // scaled(len(points)))]
+        for point in chosen:
+            root = store.bucket(f"trial{len(mode)}-{point.number}-{int(point.carried_out)}")
+            wrong += crash_points.trial(trials, root, flags, stop_at, point)
+            if crash_points.content(root, 6) != reference:
+                wrong.append(f"{point}: what was trained afterwards is not what an undisturbed run trains")
+    figure("R2 requests to a store", mode=mode, trials=len(chosen), failures=len(wrong))
     assert wrong == []
 
 

@@ -1,7 +1,8 @@
 """A long run holds no more at its end than at its beginning: memory, handles, threads, children, time and files.
 
 20,000 steps of a tiny MoE on two ranks with all that goes on around training: evaluations, checkpoints in the
-background with retention, metrics, TensorBoard, health, the picture. `tests/soak/long_run.py` judges.
+background with retention, metrics, TensorBoard, health, the picture. None of the ranks is named as slow.
+`tests/soak/long_run.py` judges.
 """
 
 import contextlib
@@ -30,7 +31,8 @@ MOST_BYTES = {"metrics.jsonl": 1500, "metrics.eval.jsonl": 10, "log.txt": 60, "t
 
 def flags(iterations: int) -> list[str]:
     more = f"--log-interval 10 --save-interval {SAVE_EVERY} --async-save --keep-last-k {KEPT} "
-    more += "--tensorboard-dir tensorboard --plot-file plot.png --summary-file summary.json --console plain"
+    more += "--tensorboard-dir tensorboard --plot-file plot.png --summary-file summary.json --console plain "
+    more += "--log-straggler"
     argv = kills.flags(iterations, *kills.LAYOUTS["EP2"][1], *more.split(), eval_interval=EVALUATE_EVERY)
     argv[argv.index("--health-interval") + 1] = "20"
     return argv
@@ -78,6 +80,9 @@ def test_a_long_run_is_flat(tmp_path: Path, scaled: Scaled, figure: Figure) -> N
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     seconds = [line["seconds"] for line in lines]
     wrong = [f"rank {rank}: {what}" for rank, of_rank in samples.items() for what in judged(of_rank, seconds)]
+    events = [json.loads(line) for line in (tmp_path / "metrics.events.jsonl").read_text().splitlines()]
+    alarms = [event["text"] for event in events if event["kind"] == "slow" and not event["ended"]]
+    wrong += alarms  # both ranks have the same to do
     files = {name: [tmp_path / name, *(tmp_path / name).rglob("*")] for name in MOST_BYTES}
     per_step = {name: sum(path.stat().st_size for path in files[name]) / iterations for name in files}
     wrong += [
@@ -89,6 +94,7 @@ def test_a_long_run_is_flat(tmp_path: Path, scaled: Scaled, figure: Figure) -> N
     figure(
         "A long run", trials=1, failures=len(wrong), steps=iterations, samples=len(samples[0]),
         median_step_ms=1e3 * statistics.median(seconds), most_checkpoints=most_checkpoints,
+        slow_ranks=len(alarms),
         bytes_per_step={name: round(number) for name, number in per_step.items()}, found=wrong,
         table="\n" + table(samples, step_times(seconds)),
     )  # fmt: skip

@@ -9,10 +9,16 @@ from urllib.parse import urlsplit
 
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
-from megatron_moe.config.paths import require_writable_file, require_writable_folder
+from megatron_moe.config.paths import (
+    is_url,
+    require_store,
+    require_writable_file,
+    require_writable_folder,
+)
 from megatron_moe.config.rules.rule import FILES, Refusal, refuse, rule, set_among, unread, value
 from megatron_moe.config.run_flags import TIKTOKEN_FIELDS, TOKENIZER_FILES
 from megatron_moe.config.schema import Run
+from megatron_moe.io.object_storage import location
 
 _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 
@@ -188,7 +194,10 @@ def local_steps_stand_before_durable_ones(run: Run) -> None:
         return
     if options.local_save_interval is None:
         raise Refusal(("local_save", "local_save_interval"), "when? add --local-save-interval, e.g. 10")
-    if options.save is None or options.load is None or Path(options.save).resolve() != Path(options.load).resolve():
+    if is_url(options.local_save):
+        raise Refusal(("local_save",), "is a folder on each node, in memory or on a disk; name one, as /dev/shm/run")
+    folders = {None if given is None else location(given).resolve() for given in (options.save, options.load)}
+    if None in folders or len(folders) > 1:
         raise Refusal(
             ("local_save", "save", "load"),
             "local steps are taken where they are newer than those of one folder; give it to --save and --load",
@@ -236,7 +245,7 @@ refuse(
 unread(("allow_suspicious_weights",), "load_hf", "is about the folder of --load-hf; drop it", needs=FILES)
 
 
-_WRITTEN_FILES = ("metrics_file", "plot_file", "report_file", "summary_file")
+_WRITTEN_FILES = ("metrics_file", "plot_file", "report_file", "summary_file", "prometheus_file")
 
 
 _WRITTEN_FOLDERS = ("save", "tensorboard_dir", "fault_dir", "wandb_save_dir", "moe_routing_trace_path")
@@ -248,7 +257,11 @@ def written_paths_are_writable(run: Run) -> None:
     audit = ("audit_precision_output",) if run.precision.audit_precision else ()
     for name in _WRITTEN_FOLDERS:
         if value(run, name) is not None:
-            require_writable_folder(all_fields()[name].flag, value(run, name))
+            given = value(run, name)
+            if name == "save" and is_url(given):
+                require_store("--save", given)
+            else:
+                require_writable_folder(all_fields()[name].flag, given)
     for name in (*_WRITTEN_FILES, *audit):
         if value(run, name) is not None:
             require_writable_file(all_fields()[name].flag, value(run, name), in_new_folder=True)
@@ -267,6 +280,16 @@ def written_files_differ(run: Run) -> None:
         taken.setdefault(path, name)
 
 
+refuse(
+    "prometheus_file_is_collected",
+    ("prometheus_file",),
+    "node_exporter reads names that end in .prom alone; e.g. --prometheus-file FOLDER/moe.prom",
+    when=lambda run: not (run.logging.prometheus_file or ".prom").endswith(".prom"),
+    needs=FILES,
+)
+unread(
+    ("straggler_interval",), "log_straggler", "no rank's time is exchanged; add --log-straggler or drop it", needs=FILES
+)
 # They are drawn from the metrics file, and so include interrupted runs.
 unread(
     ("plot_file", "report_file"),
@@ -290,10 +313,11 @@ def profile_is_a_range_of_steps(run: Run, world_size: int) -> None:
     beyond = [rank for rank in options.profile_ranks if rank >= world_size]
     if beyond:
         raise Refusal(("profile", "profile_ranks"), f"there are {world_size} ranks, from 0; use --profile-ranks 0")
-    if options.use_pytorch_profiler and options.tensorboard_dir is None and run.checkpoint.save is None:
+    has_folder = run.checkpoint.save is not None and not is_url(run.checkpoint.save)
+    if options.use_pytorch_profiler and options.tensorboard_dir is None and not has_folder:
         raise Refusal(
             ("use_pytorch_profiler", "tensorboard_dir", "save"),
-            "traces need a folder; add --tensorboard-dir, or --save",
+            "traces need a folder on a disk; add --tensorboard-dir, or --save",
         )
 
 

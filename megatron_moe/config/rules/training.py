@@ -9,6 +9,7 @@ from megatron_moe.config import module_names
 from megatron_moe.config.cuda_graphs import WITHIN_MOE, existing_modules, obstacle
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.fields import all_fields
+from megatron_moe.config.paths import is_url
 from megatron_moe.config.rules.rule import (
     FILES,
     LENGTH,
@@ -591,6 +592,8 @@ refuse(
     ("loss_spike_factor", "fault_dir", "save"),
     "there is no folder for the batches; add --fault-dir FOLDER or --save FOLDER",
     when=lambda run: (
-        run.faults.loss_spike_factor is not None and run.faults.fault_dir is None and run.checkpoint.save is None
+        run.faults.loss_spike_factor is not None
+        and run.faults.fault_dir is None
+        and (run.checkpoint.save is None or is_url(run.checkpoint.save))
     ),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from megatron_moe import platform
@@ -12,6 +11,7 @@ from megatron_moe.checkpoint.folder import step_folder
 from megatron_moe.checkpoint.save import Saver
 from megatron_moe.config.errors import ConfigError, RunFault
 from megatron_moe.data.checks import Fingerprint, changed_since
+from megatron_moe.io.object_storage import location
 from megatron_moe.platform import numerics
 from megatron_moe.report.run_info import versions
 from megatron_moe.training.callback import Callback, Step
@@ -124,7 +124,7 @@ def save(trainer: Trainer, *, local: bool = False) -> None:
     with gathered_parameters(trainer.trained.model):
         begun = saver.save(trainer.trained, trainer.progress, facts)
     if begun and not local:
-        trainer.saved = step_folder(Path(trainer.run.checkpoint.save or ""), iteration)
+        trainer.saved = step_folder(location(trainer.run.checkpoint.save or ""), iteration)
 
 
 def require_unchanged_data(data: Fingerprint) -> None:

@@ -428,6 +428,7 @@ class Reporting(Callback):
             epochs=epochs,
             params_norm=params_norm,
             part_seconds={name: slowest for name, (_, slowest) in (times or {}).items()},
+            rank_seconds=step.rank_seconds,
         )
         trainer.records.append(exact(step.record))
         trainer.reporter.step(step.record)
