@@ -46,8 +46,8 @@ def supervised(run: Run, rank: int, world_size: int) -> int | None:
     if world_size > 1:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             raise ConfigError(
-                f"--warm-restarts {run.faults.warm_restarts}: the ranks of an attempt meet in the launcher's store, and "
-                "this launcher has none; start them with torchrun or megatron-moe train, or drop the flag"
+                f"--warm-restarts {run.faults.warm_restarts}: ranks meet in the launcher's store, and this launcher has "
+                "none; start them with torchrun or megatron-moe train, or drop the flag"
             )
         store = _store()
     return _Parent(run, rank, world_size, store).supervise()
@@ -92,7 +92,8 @@ class _Parent:
             if not self._goes_on(attempt, fruitless <= (self.run.faults.warm_restarts or 0)):
                 self._say(f"no warm restart: {fruitless} attempts in a row left no newer step", ends, newest)
                 return self._left(status, ends)
-            self._say(f"warm restart {attempt + 1}, {time.monotonic() - ended:.1f} s after the first end", ends, newest)
+            seconds = time.monotonic() - ended
+            self._say(f"warm restart {attempt + 1}, {seconds:.1f} s after this rank's end", ends, newest)
             self._forget_words()
             attempt += 1
 
@@ -116,7 +117,7 @@ class _Parent:
             os.kill(self.child, number)
 
     def _wait(self, attempt: int) -> int:
-        """Return how the child ended: its exit status, or minus the signal. It is ended where another rank's has failed."""
+        """Return how the child ended: its exit status, or minus the signal. Where another rank failed it is made to."""
         deadline = None
         while True:
             pid, status = os.waitpid(self.child, os.WNOHANG)
