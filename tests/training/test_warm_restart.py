@@ -1,6 +1,6 @@
 """Ranks that are killed go on in processes that are there already, to the bit, and as often as the flag allows."""
 
-import json
+import contextlib
 import os
 import random
 import signal
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_moe.io.program import DONE, USER_ERROR
+from megatron_moe.io.program import DONE
 from tests.helpers import kills
-from tests.helpers.launchers import Torchrun
-from tests.helpers.rows import rows, test_all
+from tests.helpers.launchers import Forked, Torchrun
+from tests.helpers.rows import rows
 
 STEPS = 40
 
@@ -45,8 +45,6 @@ WAYS = [("DP2", "KILL"), ("TP2xEP2", "KILL"), ("PP2", "KILL"), ("DP2", "STOP"), 
 
 @pytest.mark.parametrize(("layout", "way"), rows(WAYS, test=WAYS[:1]))
 def test_a_rank_that_dies_costs_no_start_and_no_bit(rank_parent, tmp_path: Path, layout: str, way: str) -> None:
-    from tests.helpers.launchers import Forked
-
     world_size, argv = flags(layout, "--distributed-timeout-minutes", "0.1")
     plain = argv[: argv.index("--warm-restarts")]
     oracle = kills.undisturbed_job(Forked(rank_parent), tmp_path / "whole", plain, world_size)
@@ -71,27 +69,30 @@ def test_a_rank_that_dies_costs_no_start_and_no_bit(rank_parent, tmp_path: Path,
     assert parents[0] == parents[1] == parents[2] and text.count("warm restart") == 3
 
 
-@test_all(instead="tests/training/test_warm_restart.py::test_a_rank_that_dies_costs_no_start_and_no_bit")
+@pytest.mark.test_all(instead="tests/training/test_warm_restart.py::test_a_rank_that_dies_costs_no_start_and_no_bit")
 def test_the_end_is_the_launchers_where_no_restart_helps(tmp_path: Path) -> None:
-    """A signal that is passed on, a mistake, more attempts without a step than allowed."""
-    for name, more, end, status, said in (
-        ("asked", ["--exit-signal-handler"], "TERM", 1, "by SIGTERM"),  # torchrun leaves with one
-        ("mistake", ["--load", "nowhere"], None, 1, "nowhere: does not exist"),
-        ("in vain", [], "every start", 1, "no warm restart: 3 attempts in a row left no newer step"),
+    """A signal that is passed on, a mistake, and more attempts without a newer step than allowed."""
+    for name, more, end, said in (
+        ("asked", ["--exit-signal-handler"], "TERM", "by SIGTERM"),
+        ("mistake", ["--pretrained-checkpoint", "nowhere"], "itself", "nowhere"),
+        ("in vain", [], "every start", "no warm restart: 3 attempts in a row left no newer step"),
     ):
         folder = tmp_path / name
         folder.mkdir()
-        world_size, argv = flags("DP2", "--save-interval", "30", *more) if end is None else flags("DP2", *more)
+        world_size, argv = flags("DP2", *more)
         launcher = Torchrun()
         launcher.start(argv, world_size, folder, folder / "log.txt")
         if end == "TERM":
             assert kills.until_lines(launcher, folder / "metrics.jsonl", 3) is None, kills.tail(folder)
             launcher.stop(signal.SIGTERM)
         killed: set[int] = set()
-        while end == "every start" and launcher.wait(0.05) is None:
+        while end == "every start" and launcher.wait(0.02) is None:
             for pid in set(trainers(launcher)) - killed:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
                 killed.add(pid)
-        assert launcher.wait(240) == status, kills.tail(folder)
+        assert launcher.wait(240) == 1, kills.tail(folder)  # torchrun's, whatever the ranks' is
         text = (folder / "log.txt").read_text()
-        assert said in text and ("warm restart" in text) == (end == "every start"), text[-3000:]
+        assert said in text and text.count("\npretrain_moe.py: warm restart") == (2 if end == "every start" else 0), (
+            text
+        )
