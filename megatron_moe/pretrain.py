@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_moe.config import cli, rules
 from megatron_moe.config.errors import ConfigError
 from megatron_moe.config.launch import launched_world, local_world_size, rank_that_prints, require_rendezvous
-from megatron_moe.config.schema import Run
+from megatron_moe.config.schema import Run, replace
 from megatron_moe.engine import defects
 from megatron_moe.hf.config import filled_in
 from megatron_moe.io import launched
@@ -61,7 +61,7 @@ def _main(
     argv: list[str], parse: Parse, load_audit: Callable[[], StepAudit] | None, page_sink: MakePageSink | None
 ) -> int:
     try:
-        _, world_size = launched_world()
+        rank, world_size = launched_world()
         run = checked(argv, world_size, local_world_size(world_size), parse)
         if run is None:
             return DONE
@@ -72,6 +72,13 @@ def _main(
         stage("loading torch and the engine" if launched.folder() else f"{ranks}, loading torch and the engine")
         from megatron_moe.training.run import pretrain
 
+        if run.faults.warm_restarts is not None:
+            from megatron_moe.training.warm_restart import supervised
+
+            if (status := supervised(run, rank, world_size)) is not None:
+                return status
+            die_with_launcher()
+            run = replace(run, warm_restarts=None)
         audit = load_audit() if load_audit is not None and run.precision.audit_precision else None
         pretrain(run, audit=audit, stage=stage, page_sink=page_sink)
     except KeyboardInterrupt:

@@ -342,6 +342,13 @@ class FaultConfig:
         within=POSITIVE,
     )
     watchdog: bool = setting(True, "when a rank dies or hangs, name it, show the stacks of all ranks and end the run")
+    warm_restarts: int | None = setting(
+        None,
+        "when ranks die or hang, go on from the newest step in processes that are there already; as often in a row "
+        "without a newer step",
+        within=POSITIVE_COUNT,
+        report=False,
+    )
     fault_dir: str | None = setting(
         None, "folder for the stacks of a run that hung and the batches of loss spikes; default: faults/ under --save"
     )

@@ -82,6 +82,8 @@ def pretrain(
     _, world_size = launched_world()
     rules.check(run, world_size)  # what cannot work by the flags alone is refused first
     parts.check(run)
+    if run.faults.warm_restarts is not None:
+        raise ConfigError("--warm-restarts: is for pretrain_moe.py and megatron-moe train, not for a program's own run")
     if run.precision.audit_precision and audit is None:
         raise ConfigError(
             "--audit-precision needs the tracer that pretrain_moe.py hands to pretrain(); "
