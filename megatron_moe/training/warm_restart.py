@@ -9,6 +9,7 @@ step than the flag allows, a parent that dies, and a node that is lost: then the
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -33,7 +34,7 @@ AGREEMENT_SECONDS = 60.0
 """So long a parent waits for the others' word; then a node is lost, and the launcher has to see to it."""
 _POLL_SECONDS = 0.02
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-_ASKED = "asked to end"
+_ASKED, _KILLED = "asked to end", b"killed"
 
 
 def supervised(run: Run, rank: int, world_size: int) -> int | None:
@@ -42,12 +43,13 @@ def supervised(run: Run, rank: int, world_size: int) -> int | None:
     Raises:
         ConfigError: the launcher has no store that outlives a rank.
     """
+    importlib.import_module("torch._dynamo")  # an optimizer imports it, which takes most of the start of a small run
     store = None
     if world_size > 1:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             raise ConfigError(
-                f"--warm-restarts {run.faults.warm_restarts}: ranks meet in the launcher's store, and this launcher has "
-                "none; start them with torchrun or megatron-moe train, or drop the flag"
+                f"--warm-restarts {run.faults.warm_restarts}: ranks meet in the launcher's store, and there is none "
+                "here; start them with torchrun or megatron-moe train, or drop the flag"
             )
         store = _store()
     return _Parent(run, rank, world_size, store).supervise()
@@ -125,7 +127,9 @@ class _Parent:
                 self.child = 0
                 return os.waitstatus_to_exitcode(status)
             if deadline is None and self.store is not None and self.store.check([f"{attempt}/over"]):
-                deadline = time.monotonic() + GRACE_SECONDS
+                # A rank that a signal has killed has nothing to say, and the others no more than that it is gone.
+                was_killed = self.store.get(f"{attempt}/over") == _KILLED
+                deadline = time.monotonic() + (0.0 if was_killed else GRACE_SECONDS)
             if deadline is not None and time.monotonic() > deadline:
                 os.kill(self.child, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
@@ -137,7 +141,7 @@ class _Parent:
             return [mine]
         self.store.set(f"{attempt}/{self.rank}", mine)
         if mine != str(DONE):
-            self.store.set(f"{attempt}/over", str(self.rank))
+            self.store.set(f"{attempt}/over", _KILLED.decode() if status < 0 and not self.asked else "failed")
         keys, deadline = [f"{attempt}/{rank}" for rank in range(self.world_size)], None
         while not self.store.check(keys):
             # Others may train on for as long as they like, unless something has ended the attempt.

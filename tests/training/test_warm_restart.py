@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import signal
+import statistics
 import time
 from pathlib import Path
 
@@ -96,3 +97,29 @@ def test_the_end_is_the_launchers_where_no_restart_helps(tmp_path: Path) -> None
         assert said in text and text.count("\npretrain_moe.py: warm restart") == (2 if end == "every start" else 0), (
             text
         )
+
+
+@pytest.mark.test_all(instead="tests/training/test_warm_restart.py::test_a_rank_that_dies_costs_no_start_and_no_bit")
+def test_a_warm_restart_takes_at_most_a_third_of_a_cold_one(tmp_path: Path) -> None:
+    """From the kill to the next step, in turn: torchrun's restart of all ranks, and this one."""
+    took: dict[str, list[float]] = {"warm": [], "cold": []}
+    for number in range(6):
+        kind = ("warm", "cold")[number % 2]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        world_size, argv = flags("TP2xEP2")
+        if kind == "cold":
+            argv = argv[: argv.index("--warm-restarts")]
+        launcher = Torchrun({"PET_MAX_RESTARTS": "1"})
+        launcher.start(argv, world_size, folder, folder / "log.txt")
+        assert kills.until_lines(launcher, folder / "metrics.jsonl", 10) is None, kills.tail(folder)
+        pids, before = (
+            (trainers(launcher) if kind == "warm" else launcher.ranks()),
+            kills.raw_lines(folder / "metrics.jsonl"),
+        )
+        began = time.monotonic()
+        os.kill(pids[number % world_size], signal.SIGKILL)
+        took[kind].append(next_step(launcher, folder / "metrics.jsonl", before) - began)
+        launcher.kill(None)
+    print({kind: [round(one, 1) for one in times] for kind, times in took.items()})
+    assert statistics.median(took["warm"]) <= statistics.median(took["cold"]) / 3
