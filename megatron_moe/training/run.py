@@ -82,13 +82,7 @@ def pretrain(
     _, world_size = launched_world()
     rules.check(run, world_size)  # what cannot work by the flags alone is refused first
     parts.check(run)
-    if run.faults.warm_restarts is not None:
-        raise ConfigError("--warm-restarts: is for pretrain_moe.py and megatron-moe train, not for a program's own run")
-    if run.precision.audit_precision and audit is None:
-        raise ConfigError(
-            "--audit-precision needs the tracer that pretrain_moe.py hands to pretrain(); "
-            "hand in audit=megatron_moe_tools.audit.step.auditing, or leave the flag out"
-        )
+    _require_what_programs_lack(run, audit)
     platform.backend(run.parallel.distributed_backend)
     if run.precision.fp8_format is not None:
         fp8_form()  # refuses a device without these products
@@ -150,6 +144,16 @@ def pretrain(
             raise
         finally:
             groups.destroy(abort=not clean)
+
+
+def _require_what_programs_lack(run: Run, audit: StepAudit | None) -> None:
+    if run.faults.warm_restarts is not None:
+        raise ConfigError("--warm-restarts: is for pretrain_moe.py and megatron-moe train, not for a program's own run")
+    if run.precision.audit_precision and audit is None:
+        raise ConfigError(
+            "--audit-precision needs the tracer that pretrain_moe.py hands to pretrain(); "
+            "hand in audit=megatron_moe_tools.audit.step.auditing, or leave the flag out"
+        )
 
 
 def _report_end(trainer: Trainer, summary: dict[str, Any]) -> None:

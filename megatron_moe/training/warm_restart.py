@@ -163,9 +163,9 @@ class _Parent:
             return again
         key = f"{attempt}/again"
         if self.rank == 0:
-            self.store.set(key, "yes" if again else "no")
+            self.store.set(key, str(again))
         try:
-            return bool(self.store.get(key) == b"yes")
+            return bool(self.store.get(key) == b"True")
         except Exception:  # the store's kinds are torch's own: rank 0's parent is gone
             return False
 
@@ -213,6 +213,6 @@ class _Parent:
 
 
 def _words(rank: int, status: int) -> str:
-    return (
-        f"rank {rank} was killed by {signal_name(-status)}" if status < 0 else f"rank {rank} ended with status {status}"
-    )
+    if status < 0:
+        return f"rank {rank} was killed by {signal_name(-status)}"
+    return f"rank {rank} ended with status {status}"

@@ -27,7 +27,9 @@ from tests.hf import small_folders
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = yaml.load(Path(__file__).with_name("mistakes.yaml").read_text(), Loader=yaml.CSafeLoader)
 _RENAMED = {"verify_resume": "verify-resume", "profile_step": "profile", "megatron_flags": "flags"}
-_OTHERS = "slurm kubernetes skypilot merge generate profile_step trace audit convert doctor inspect plan preflight".split()
+_OTHERS = (
+    "slurm kubernetes skypilot merge generate profile_step trace audit convert doctor inspect plan preflight".split()
+)
 _OTHERS += ["prepare", "report"]
 RUN_BY = {"train": "pretrain_moe", "launch": "megatron_moe_tools.train"}
 for _name in (*_OTHERS, "verify_resume", "megatron_flags"):
