@@ -207,6 +207,15 @@ def local_steps_stand_before_durable_ones(run: Run) -> None:
         raise Refusal(("local_save", *names), "a local step is the whole state, to go on from; drop one")
 
 
+refuse(
+    "warm_restarts_fork",
+    ("warm_restarts", "save", "load"),
+    "a store's library has threads by then, and a process with threads cannot be forked; save to a folder, or drop"
+    " --warm-restarts",
+    when=lambda run: run.faults.warm_restarts is not None
+    and any(is_url(given or "") for given in (run.checkpoint.save, run.checkpoint.load)),
+    needs=FILES,
+)
 _LOADING = ("finetune", "no_load_optim", "no_load_rng", "ckpt_step", "exit_on_missing_checkpoint")
 unread(
     _LOADING,
