@@ -88,7 +88,7 @@ def pretrain(
         fp8_form()  # refuses a device without these products
     if run.training.deterministic_mode:
         env_vars.deterministic_environment()
-    clean = False
+    begun = clean = False
     asked = run.training
     with StopSignals(save=asked.exit_signal_handler, limit_minutes=asked.exit_duration_in_mins) as stop:
         stop.before_end = _say_end
@@ -100,6 +100,7 @@ def pretrain(
                 _say("\n".join([*planned.notes, "dry run: the configuration is sound"]))
                 return {}
             _quiet_engine()
+            begun = True
             leave: Leave | None = None
             outlasting: AbstractContextManager[None] = nullcontext()
             if not ends_process:
@@ -143,7 +144,8 @@ def pretrain(
             _say(f"stopped {early.reason} before the first step: there is nothing to save")
             raise
         finally:
-            groups.destroy(abort=not clean)
+            if begun:  # a program whose run was refused keeps the groups that it had
+                groups.destroy(abort=not clean)
 
 
 def _require_what_programs_lack(run: Run, audit: StepAudit | None) -> None:
