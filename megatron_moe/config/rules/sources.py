@@ -212,8 +212,10 @@ refuse(
     ("warm_restarts", "save", "load"),
     "a store's library has threads by then, and a process with threads cannot be forked; save to a folder, or drop"
     " --warm-restarts",
-    when=lambda run: run.faults.warm_restarts is not None
-    and any(is_url(given or "") for given in (run.checkpoint.save, run.checkpoint.load)),
+    when=lambda run: (
+        run.faults.warm_restarts is not None
+        and any(is_url(given or "") for given in (run.checkpoint.save, run.checkpoint.load))
+    ),
     needs=FILES,
 )
 _LOADING = ("finetune", "no_load_optim", "no_load_rng", "ckpt_step", "exit_on_missing_checkpoint")
